@@ -1,0 +1,107 @@
+"""Which implementation of a recurrence runs, and why.
+
+An `Op` is a recurrence with one signature and several `Backend`s. `select` obeys an explicit wish or raises with the
+reason; `"auto"` takes the first backend of the op's table (fastest first) that supports the tensors at hand. The choice
+looks at the tensors' device, dtype and shape, never at what can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a backend is asked to compute.
+
+    Args:
+        device: device type of the tensors (`"cpu"`, `"cuda"`, ...).
+        dtype: dtype of the inputs, as `str(tensor.dtype)`.
+        sizes: the op's sizes by name, such as `{"T": 128, "K": 64}`.
+        options: the op's options by name, such as `{"activation": "gelu"}`.
+    """
+
+    device: str
+    dtype: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _supports_anything(problem: Problem) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    Args:
+        name: `"reference"`, `"chunked"`, `"triton"`, ...
+        entry: `"package.module:function"`, imported when the backend is first chosen.
+        supports: returns `None` when the backend can compute the problem, else the reason why it cannot.
+    """
+
+    name: str
+    entry: str
+    supports: Callable[[Problem], str | None] = _supports_anything
+
+
+@dataclass(frozen=True)
+class Op:
+    """A recurrence and its implementations, fastest first."""
+
+    name: str
+    backends: tuple[Backend, ...]
+
+    def names(self) -> list[str]:
+        return [backend.name for backend in self.backends]
+
+
+def explain(op: Op, problem: Problem) -> dict[str, str | None]:
+    """The backends of `op`, fastest first, each with the reason why it refuses `problem`, or `None` if it accepts it."""
+    return {backend.name: backend.supports(problem) for backend in op.backends}
+
+
+def select(op: Op, problem: Problem, wanted: str = "auto") -> Callable[..., Any]:
+    """The function that computes `problem`.
+
+    Raises:
+        ValueError: `wanted` names no backend of `op`, or one that cannot compute `problem`.
+    """
+    reasons = explain(op, problem)
+    if wanted == "auto":
+        chosen = next((name for name, reason in reasons.items() if reason is None), None)
+        if chosen is None:
+            raise ValueError(f"{op.name}: no backend can compute {problem}; reasons: {reasons}.")
+        for name, reason in reasons.items():
+            if name == chosen:
+                break
+            _log_once(f"{op.name}: backend '{name}' is not used: {reason}")
+    elif wanted not in reasons:
+        raise ValueError(f"{op.name}: unknown kernel_backend {wanted!r}; expected 'auto' or one of {op.names()}.")
+    elif reasons[wanted] is not None:
+        raise ValueError(
+            f"{op.name}: backend {wanted!r} was asked for but cannot compute {problem}: {reasons[wanted]}. "
+            "Use kernel_backend='auto' to take the fastest one that can."
+        )
+    else:
+        chosen = wanted
+    return _load(next(backend.entry for backend in op.backends if backend.name == chosen))
+
+
+@cache
+def _load(entry: str) -> Callable[..., Any]:
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)
