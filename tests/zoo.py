@@ -1,0 +1,95 @@
+"""What the model-level tests run over: every architecture of the zoo, in every wiring, tiny and lively.
+
+A new architecture adds its tiny configs to `TINY`; no test names an architecture.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+import memzoo
+
+CHUNK = 4
+VOCAB = 61
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def _titans(variant: str, blocks: int) -> PreTrainedConfig:
+    # Blocks of 3 tokens and chunks of 4: capacity opens inside chunks. The window ends inside a chunk, too.
+    return memzoo.TitansConfig(
+        variant=variant,
+        chunk_size=CHUNK,
+        segment_size=2 * CHUNK,
+        sliding_window=5,
+        num_persistent_tokens=3,
+        capacity_blocks=blocks,
+        capacity_context=3 * blocks,
+        **_SHARED,
+    )
+
+
+TINY: dict[str, PreTrainedConfig] = {
+    f"titans-{variant}-e{blocks}": _titans(variant, blocks)
+    for variant, blocks in itertools.product(("lmm", "mac", "mag", "mal"), (1, 16))
+}
+NAMES = list(TINY)
+# One name per wiring, for checks that a capacity schedule cannot change.
+PLAIN = [name for name in NAMES if name.endswith("-e1")]
+
+
+def config_of(name: str, **overrides: object) -> PreTrainedConfig:
+    """A fresh tiny config."""
+    config = TINY[name]
+    return type(config)(**{**config.to_diff_dict(), **overrides})
+
+
+def enliven(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Weights under which logits depend strongly on history.
+
+    With the usual small initial weights a model whose cached state is halved passes equality tests.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim < 2:
+                parameter.add_(0.3 * noise)
+            else:
+                is_input = "embed" in name or "persistent" in name
+                parameter.copy_(noise * (1.0 if is_input else 1.5 * parameter.shape[-1] ** -0.5))
+    return model
+
+
+@cache
+def causal_lm(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A shared lively model in evaluation mode. Do not change it."""
+    return build(name, dtype).eval()
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
+    """A lively model of one's own, in training mode."""
+    torch.manual_seed(0)
+    return enliven(AutoModelForCausalLM.from_config(config_of(name, **overrides))).to(dtype).train()
+
+
+def classifier(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = config_of(name, num_labels=3)
+    return enliven(AutoModelForSequenceClassification.from_config(config)).to(dtype).eval()
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Random ids without the padding id 0."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
