@@ -1,10 +1,11 @@
-"""The activations of a deep memory: each with its value and its pullback `r, h -> r * act'(h)`.
+"""The activations of a deep memory, with the derivatives that its inner gradient and the gradient of that need.
 
-Every one maps 0 to 0, so that a locked hidden unit, whose pre-activation is 0, contributes nothing.
+Every one maps 0 to 0, so that a closed hidden unit, whose pre-activation is 0, contributes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,21 +16,61 @@ from torch import Tensor
 
 class Activation(NamedTuple):
     value: Callable[[Tensor], Tensor]
-    pullback: Callable[[Tensor, Tensor], Tensor]
+    """`h -> act(h)`."""
+    derivatives: Callable[[Tensor, int], list[Tensor]]
+    """`h, order -> [act(h), act'(h), ...]` up to that order, at most 2."""
 
 
-def _silu_pullback(r: Tensor, h: Tensor) -> Tensor:
+def _gelu(h: Tensor, order: int) -> list[Tensor]:
+    below = torch.erf(h * math.sqrt(0.5)).add_(1).mul_(0.5)
+    found = [h * below]
+    if order > 0:
+        density = torch.exp(h.square().mul_(-0.5)) * (1 / math.sqrt(2 * math.pi))
+        found.append(torch.addcmul(below, h, density))
+    if order > 1:
+        found.append(density * (2 - h.square()))
+    return found
+
+
+def _gelu_tanh(h: Tensor, order: int) -> list[Tensor]:
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(scale * (h + cubic * h**3))
+    found = [0.5 * h * (1 + t)]
+    if order > 0:
+        slope = scale * (1 + 3 * cubic * h.square())
+        t1 = (1 - t.square()) * slope
+        found.append(0.5 * (1 + t) + 0.5 * h * t1)
+    if order > 1:
+        t2 = (1 - t.square()) * (6 * cubic * scale * h) - 2 * t * t1 * slope
+        found.append(t1 + 0.5 * h * t2)
+    return found
+
+
+def _silu(h: Tensor, order: int) -> list[Tensor]:
     s = torch.sigmoid(h)
-    return r * (s * (1 + h * (1 - s)))
+    found = [h * s]
+    if order > 0:
+        s1 = s * (1 - s)
+        found.append(s + h * s1)
+    if order > 1:
+        found.append(s1 * (2 + h * (1 - 2 * s)))
+    return found
+
+
+def _relu(h: Tensor, order: int) -> list[Tensor]:
+    return [F.relu(h), (h > 0).to(h.dtype), torch.zeros_like(h)][: order + 1]
+
+
+def _tanh(h: Tensor, order: int) -> list[Tensor]:
+    t = torch.tanh(h)
+    slope = 1 - t.square()
+    return [t, slope, -2 * t * slope][: order + 1]
 
 
 ACTIVATION: dict[str, Activation] = {
-    "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward),
-    "gelu_tanh": Activation(
-        lambda h: F.gelu(h, approximate="tanh"),
-        lambda r, h: torch.ops.aten.gelu_backward(r, h, approximate="tanh"),
-    ),
-    "silu": Activation(F.silu, _silu_pullback),
-    "relu": Activation(F.relu, lambda r, h: r * (h > 0)),
-    "tanh": Activation(torch.tanh, lambda r, h: r * (1 - torch.tanh(h) ** 2)),
+    "gelu": Activation(F.gelu, _gelu),
+    "gelu_tanh": Activation(lambda h: F.gelu(h, approximate="tanh"), _gelu_tanh),
+    "silu": Activation(F.silu, _silu),
+    "relu": Activation(F.relu, _relu),
+    "tanh": Activation(torch.tanh, _tanh),
 }

@@ -84,7 +84,8 @@ def _gradient(
             inputs.append(act.value(hidden[layer]))
     deltas = [hidden[-1] + (k if residual else 0) - v]
     for layer in range(len(weights) - 1, 0, -1):
-        deltas.insert(0, act.pullback(_apply(weights[layer].mT, deltas[0]), hidden[layer - 1]))
+        slope = act.derivatives(hidden[layer - 1], 1)[1]
+        deltas.insert(0, _apply(weights[layer].mT, deltas[0]) * slope)
     return inputs, deltas
 
 
