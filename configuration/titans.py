@@ -88,7 +88,7 @@ class TitansConfig(MemoryConfig):
         for field in ("memory_expansion", "chunk_size", "sliding_window", "segment_size", "conv_width"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
         require(self.num_persistent_tokens >= 0, self, "num_persistent_tokens", "at least 0")
-        require(self.max_step_size > 0, self, "max_step_size", "above 0")
+        require(self.max_step_size is not None and self.max_step_size > 0, self, "max_step_size", "above 0")
         if self.variant == "mac":
             require(
                 self.segment_size % self.chunk_size == 0,

@@ -1,8 +1,8 @@
 """The recurrent cache: what a model remembers of each sequence, in constant space.
 
 Every tensor of a layer's state has the batch first, so that beams, repeats and selections act on all of it alike, and
-rows may stand at different positions. A model's forward returns new states and the cache takes them at its end: an error
-on the way leaves the cache as it was.
+rows may stand at different positions. A model's forward returns new states and the cache takes them at its end: an
+error on the way leaves the cache as it was.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class MemoryCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
+        self.layers: list[StateLayer]  # type: ignore[assignment]
         super().__init__(layers=[StateLayer(self) for _ in range(config.num_hidden_layers)])  # type: ignore[misc]
         self.identity = identity(config)
         self.model: weakref.ref[PreTrainedModel] | None = None
@@ -105,12 +106,14 @@ class MemoryCache(Cache):
             ours = identity(config)
             if self.identity != ours:
                 raise ValueError(
-                    f"cache: it belongs to another model: {_differences(ours, self.identity)}. Use MemoryCache(model.config)."
+                    f"cache: it belongs to another model: {_differences(ours, self.identity)}. Use "
+                    f"MemoryCache(model.config)."
                 )
             self._fits = config
         if self.position is not None and self.position.shape[0] != batch:
             raise ValueError(
-                f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch}. Use a new cache, or "
+                f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch}. Use a new "
+                f"cache, or "
                 "batch_repeat_interleave / batch_select_indices on this one."
             )
 
@@ -145,7 +148,8 @@ class MemoryCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
-            f"MemoryCache.crop({tokens_to_remove}): a recurrent memory cannot forget its last tokens, so assisted decoding and "
+            f"MemoryCache.crop({tokens_to_remove}): a recurrent memory cannot forget its last tokens, so assisted "
+            f"decoding and "
             "prompt lookup cannot run on it. Keep a copy.deepcopy of the cache from before them."
         )
 
@@ -188,7 +192,9 @@ def _differences(expected: dict[str, Any], got: dict[str, Any]) -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of the weights that a memory was made with: a sample of each, so that it costs little for large models."""
+    """A digest of the weights that a memory was made with: a sample of each, so that it costs little for large
+    models.
+    """
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
@@ -245,7 +251,7 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
     Raises:
         ValueError: the file holds no memory, or one of another model, configuration or weights.
     """
-    base = model.base_model
+    base: PreTrainedModel = model.base_model  # type: ignore[assignment]
     with safe_open(os.fspath(path), framework="pt", device=str(base.device)) as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -256,7 +262,8 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
             raise ValueError(f"load_memory: {path} belongs to another model: {_differences(cache.identity, theirs)}.")
         if metadata["weights"] != fingerprint(base):
             raise ValueError(
-                f"load_memory: {path} was made with other weights of the same configuration; expected the model that read "
+                f"load_memory: {path} was made with other weights of the same configuration; expected the model that "
+                f"read "
                 "the text. Load that checkpoint, or let this model read the text again."
             )
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -5,8 +5,8 @@
 Blocks 1..k(t) of E are open at token t; a closed block neither reads nor writes nor decays. The schedule is the same in
 training and evaluation, is full from `t = (E - 1) Delta + 1` on, and with E = 1 there is nothing to open.
 
-Source: Proteus (arXiv 2608.16844), Eq 7-13. Deviations: t counts the tokens of one sequence (padding and packed neighbours
-do not count), since the state, not the batch, carries the position.
+Source: Proteus (arXiv 2608.16844), Eq 7-13. Deviations: t counts the tokens of one sequence (padding and packed
+neighbours do not count), since the state, not the batch, carries the position.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from memzoo.modeling.cache import MemoryCache
-from memzoo.modeling.sequences import Rows, layout
+from memzoo.modeling.sequences import layout
 
 logger = logging.get_logger(__name__)
 
@@ -44,8 +44,8 @@ class Step(NamedTuple):
 class Mixer(nn.Module):
     """A layer that mixes tokens: what a block expects.
 
-    `forward(x, step, state)` takes and returns `[R, L, D]` on rows and a state: a tree of tensors with the rows first, `None`
-    before the first token.
+    `forward(x, step, state)` takes and returns `[R, L, D]` on rows and a state: a tree of tensors with the rows first,
+    `None` before the first token.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
@@ -85,8 +85,9 @@ class MemoryPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if hasattr(module, "init_weights") and not isinstance(module, PreTrainedModel):
-            module.init_weights()
+        init_weights = getattr(module, "init_weights", None)
+        if callable(init_weights) and not isinstance(module, PreTrainedModel):
+            init_weights()
 
 
 class MemoryModel(MemoryPreTrainedModel):
@@ -155,11 +156,15 @@ class MemoryModel(MemoryPreTrainedModel):
         if rows.packed and cache is not None:
             if use_cache:
                 raise ValueError(
-                    "Packed sequences have no cache: its rows are single sequences. Pass use_cache=False, or one sequence per row."
+                    "Packed sequences have no cache: its rows are single sequences. Pass use_cache=False, or one "
+                    "sequence per row."
                 )
             cache = None
 
-        hidden = rows.gather(inputs_embeds) if inputs_embeds is not None else self._embed(rows.gather(input_ids))
+        if inputs_embeds is not None:
+            hidden = rows.gather(inputs_embeds)
+        else:
+            hidden = self._embed(rows.gather(input_ids))  # type: ignore[arg-type]
         step = Step(rows.position, rows.lengths, rows.added)
         states = cache.states if cache is not None else [None] * len(self.layers)
         new_states, seen = [], []
@@ -188,7 +193,11 @@ class MemoryModel(MemoryPreTrainedModel):
             raise ValueError(f"{name}: output_attentions=True: a memory has no attention map; expected False.")
         if input_ids is None:
             assert inputs_embeds is not None
-            if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != self.config.hidden_size or inputs_embeds.shape[1] == 0:
+            if (
+                inputs_embeds.ndim != 3
+                or inputs_embeds.shape[2] != self.config.hidden_size
+                or inputs_embeds.shape[1] == 0
+            ):
                 raise ValueError(
                     f"inputs_embeds: expected [B, T, {self.config.hidden_size}], got {tuple(inputs_embeds.shape)}."
                 )
@@ -205,7 +214,8 @@ class MemoryModel(MemoryPreTrainedModel):
             low, high = (int(x) for x in torch.aminmax(ids))
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
-                    f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, got {low if low < 0 else high}. Does the "
+                    f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, got {low if low < 0 else high}. "
+                    f"Does the "
                     "tokenizer belong to this model? After adding tokens, call model.resize_token_embeddings."
                 )
         return self.embed_tokens(ids)
@@ -216,16 +226,20 @@ class MemoryModel(MemoryPreTrainedModel):
         if cache is None:
             wanted = use_cache if use_cache is not None else self.config.use_cache and not self.training
             if wanted and checkpointing:
-                logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`.")
+                logger.warning_once(
+                    "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`."
+                )
                 wanted = False
             return MemoryCache(self.config) if wanted else None
         if not isinstance(cache, MemoryCache):
             raise ValueError(
-                f"cache: expected a MemoryCache, got {type(cache).__name__}. Use memzoo.MemoryCache(model.config), or leave it out."
+                f"cache: expected a MemoryCache, got {type(cache).__name__}. Use memzoo.MemoryCache(model.config), or "
+                f"leave it out."
             )
         if checkpointing:
             raise ValueError(
-                "cache: gradient checkpointing replays the blocks and cannot continue a cache; expected one or the other. "
+                "cache: gradient checkpointing replays the blocks and cannot continue a cache; expected one or the "
+                "other. "
                 "Call model.gradient_checkpointing_disable(), or leave the cache out."
             )
         cache.check(self.config, batch)
@@ -296,27 +310,30 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self, input_ids: Tensor, next_sequence_length: int | None = None, cache: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         if next_sequence_length is not None and next_sequence_length <= 0:
             raise ValueError(
-                f"generate: {input_ids.shape[1]} input tokens with a mask of the same length, but the cache has already read "
-                f"{input_ids.shape[1] - next_sequence_length} columns. Pass the whole sequence, or only the new tokens with an "
+                f"generate: {input_ids.shape[1]} input tokens with a mask of the same length, but the cache has "
+                f"already read "
+                f"{input_ids.shape[1] - next_sequence_length} columns. Pass the whole sequence, or only the new "
+                f"tokens with an "
                 "attention_mask that covers the whole sequence."
             )
         return super().prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, cache=cache, **kwargs
         )
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Give `generate` a `MemoryCache` where it would build one of its own."""
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={wanted!r}: a recurrent memory has its own cache of constant size; expected None."
+                f"cache_implementation={wanted!r}: a recurrent memory has its own cache of constant size; expected "
+                f"None."
             )
         if model_kwargs.get("cache") is not None:
             model_kwargs["cache"]._is_user_defined = True
@@ -331,9 +348,9 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: int = config.num_labels  # type: ignore[assignment]  # a property, derived from id2label
         self.model = self.model_class(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     @deprecate_kwarg("cache_params", "5.40.0", new_name="cache", raise_if_both_names=True)
@@ -354,7 +371,8 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
         """Classify each row of the batch.
 
         Args:
-            attention_mask: `[B, T]`; the last real token of each row is classified. Without it, a batch of several rows of
+            attention_mask: `[B, T]`; the last real token of each row is classified. Without it, a batch of several
+            rows of
                 unequal length is told apart by the config's `pad_token_id`, as elsewhere in transformers.
             labels: `[B]` classes, `[B]` or `[B, num_labels]` targets by the config's `problem_type`.
 
@@ -389,7 +407,9 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
 
 
 def _without_trailing_pads(input_ids: Tensor, pad_token_id: int) -> Tensor:
-    """A mask of the tokens from each row's first to its last that is not `pad_token_id` (a row of pads keeps its first)."""
+    """A mask of the tokens from each row's first to its last that is not `pad_token_id` (a row of pads keeps its
+    first).
+    """
     real = input_ids != pad_token_id
     after = real.flip(1).cummax(1).values.flip(1)  # a real token here or later
     before = real.cummax(1).values  # a real token here or earlier

@@ -1,8 +1,8 @@
 """From a user's batch to rows of single sequences, and back.
 
 A batch may be padded on the left or the right, or hold several sequences per row. The model computes on *rows*: one
-sequence each, its real tokens first, padding last. Causal layers then need no mask at all: what comes last is seen by no
-real token. This file is the only place that knows about masks and packing.
+sequence each, its real tokens first, padding last. Causal layers then need no mask at all: what comes last is seen by
+no real token. This file is the only place that knows about masks and packing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def layout(
         begins = begins | (first & is_real)
         if position is not None and bool((begins.sum(1) > 1).any()):
             raise ValueError(
-                "Packed sequences cannot continue a cache: its rows are single sequences. Pass the packed batch without a "
+                "Packed sequences cannot continue a cache: its rows are single sequences. Pass the packed batch "
+                "without a "
                 "cache, or one sequence per row with it."
             )
     packed = bool((begins.sum(1) > 1).any())
@@ -112,7 +113,9 @@ def layout(
         row_count = count
     flat_real = is_real.flatten()
     index = torch.arange(count * tokens, device=device)
-    lengths = torch.zeros(row_count, dtype=torch.int64, device=device).index_add(0, row_of[flat_real], flat_real[flat_real].long())
+    lengths = torch.zeros(row_count, dtype=torch.int64, device=device).index_add(
+        0, row_of[flat_real], flat_real[flat_real].long()
+    )
     before = flat_real.long().cumsum(0) - 1  # real tokens before each, over the whole batch
     row_first = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
     column = before - row_first[row_of.clamp(min=0)]
@@ -177,9 +180,10 @@ def _starts_of_positions(batch: tuple[int, int], position_ids: Tensor, real: Ten
         jump = jump & real[:, 1:] & real[:, :-1]
     if bool(jump.any()):
         row, column = (int(i) for i in jump.nonzero()[0])
+        before, after = (int(x) for x in position_ids[row, column : column + 2])
         raise ValueError(
-            f"position_ids: row {row} goes from {int(position_ids[row, column])} to {int(position_ids[row, column + 1])}; "
-            "expected steps of 1, or a return to 0 where another sequence starts."
+            f"position_ids: row {row} goes from {before} to {after}; expected steps of 1, or a return to 0 where "
+            "another sequence starts."
         )
     return torch.nn.functional.pad(restart & (step != 1), (1, 0))
 

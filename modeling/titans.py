@@ -123,7 +123,9 @@ class MAG(Wiring):
 
 
 class MAL(Wiring):
-    """Sliding-window attention over the memory's outputs (Titans Eq 29-31); the persistent tokens' outputs come first."""
+    """Sliding-window attention over the memory's outputs (Titans Eq 29-31); the persistent tokens' outputs come
+    first.
+    """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -148,7 +150,7 @@ class MAL(Wiring):
         place = torch.arange(persistent.shape[0], device=x.device)[None]
         _, window = self.attention(self.output(read, persistent)[None], place, count, None)
         return memory_state, KeyValueState(
-            window.keys.expand(rows, -1, -1, -1), window.values.expand(rows, -1, -1, -1), window.count.expand(rows)
+            window.keys.expand(rows, -1, -1, -1), window.values.expand(rows, -1, -1, -1), window.valid.expand(rows)
         )
 
 
@@ -165,8 +167,9 @@ class MAC(Wiring):
 
         h_t = M_{s-1}(q_t),  y = attention over [P, h_1, x_1, h_2, x_2, ...] of the segment,  o = y gated by M_t(y_t)
 
-    Deviations: the paper shows all of a segment's `h` to each of its rows and reads the last memory update in it; both tell a
-    token about later ones. Row t here sees `h` up to t (in the order above plain causal attention says so) and reads `M_t`.
+    Deviations: the paper shows all of a segment's `h` to each of its rows and reads the last memory update in it; both
+    tell a token about later ones. Row t here sees `h` up to t (in the order above plain causal attention says so) and
+    reads `M_t`.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
@@ -190,7 +193,7 @@ class MAC(Wiring):
                 window, segment_weights = None, memory.memory.weights
             elif window is not None:
                 starts = (part.begun == 0) & (part.added > 0)
-                window = window._replace(count=torch.where(starts, 0, window.count))
+                window = window._replace(valid=torch.where(starts, 0, window.valid))
                 at = starts[:, None, None, None]
                 segment_weights = tuple(
                     torch.where(at, anchor, old)
@@ -207,7 +210,7 @@ class MAC(Wiring):
         return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, segment_weights)
 
     def _bounds(self, step: Step) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Tokens of the running segment per row, and for each segment the first and last new token that fall into it."""
+        """Tokens of the running segment per row, and the bounds of the new tokens that fall into each segment."""
         begun = step.position % self.segment_size
         count = -(-int((begun + step.added).max()) // self.segment_size)
         bounds = []
@@ -229,22 +232,24 @@ class MAC(Wiring):
             yield SegmentPart(x, zero, step.position % size, step.added, step.lengths, whole=False)
         else:
             begun, bounds = self._bounds(step)
-            for index, (first, last) in enumerate(bounds):
-                added = last - first
-                place = first[:, None] + torch.arange(max(1, int(added.max())), device=x.device)
+            for index, (start, stop) in enumerate(bounds):
+                added = stop - start
+                place = start[:, None] + torch.arange(max(1, int(added.max())), device=x.device)
                 part = x.gather(1, place.clamp(max=tokens - 1)[..., None].expand(-1, -1, x.shape[2]))
-                yield SegmentPart(part, first, begun if index == 0 else zero, added, added, whole=False)
+                yield SegmentPart(part, start, begun if index == 0 else zero, added, added, whole=False)
 
     def _joined(self, x: Tensor, step: Step, outputs: list[Tensor], fresh: bool) -> Tensor:
         """The parts' outputs in the order of `x`."""
         if (fresh and step.lengths is None) or x.shape[1] == 1:
             return torch.cat(outputs, dim=1)
         joined = torch.zeros_like(outputs[0][:, :1]).expand(-1, x.shape[1], -1)
-        for (first, last), part in zip(self._bounds(step)[1], outputs, strict=True):
-            place = torch.arange(x.shape[1], device=x.device)
-            inside = (place >= first[:, None]) & (place < last[:, None])
-            index = (place - first[:, None]).clamp(0, part.shape[1] - 1)
-            joined = torch.where(inside[..., None], part.gather(1, index[..., None].expand(-1, -1, part.shape[2])), joined)
+        place = torch.arange(x.shape[1], device=x.device)
+        for (start, stop), part in zip(self._bounds(step)[1], outputs, strict=True):
+            inside = (place >= start[:, None]) & (place < stop[:, None])
+            index = (place - start[:, None]).clamp(0, part.shape[1] - 1)
+            joined = torch.where(
+                inside[..., None], part.gather(1, index[..., None].expand(-1, -1, part.shape[2])), joined
+            )
         return joined
 
 

@@ -1,17 +1,19 @@
 """The deep memory of Titans: a small network per head, trained on the tokens as they are read.
 
-The memory `M` is a network without biases, `x_0 = k`, `h_l = W_l x_{l-1}`, `x_l = act(h_l)` for `l < L`, `M(k) = h_L (+ k)`.
-Token t (counted from 1 in each sequence) writes with the gradient at its anchor, the weights at the start of its chunk:
+The memory `M` is a network without biases, `x_0 = k`, `h_l = W_l x_{l-1}`, `x_l = act(h_l)` for `l < L`, `M(k) = h_L
+(+ k)`. Token t (counted from 1 in each sequence) writes with the gradient at its anchor, the weights at the start of
+its chunk:
 
     u_t = d/dM 1/2 |M(k_t) - v_t|^2   at M = M_anchor(t),   anchor(t) = C floor((t-1)/C)
     S_t = momentum_t S_{t-1} - step_size_t u_t
     M_t = retention_t M_{t-1} + S_t
     y_t = M_t(q_t)
 
-Source: Titans (arXiv 2501.00663), Eq 8-18. Capacity blocks: Proteus (arXiv 2608.16844), Eq 7-13; block e opens at a fixed
-position of the sequence, and until then its coordinates neither read nor write nor decay.
-Deviations: the inner loss carries 1/2 (Titans' App. C, not its body); gates are one scalar per head and token; blocks are
-groups of hidden units (of key coordinates when `L = 1`), since a prefix of the flattened weights would lock whole layers.
+Source: Titans (arXiv 2501.00663), Eq 8-18. Capacity blocks: Proteus (arXiv 2608.16844), Eq 7-13; block e opens at a
+fixed position of the sequence, and until then its coordinates neither read nor write nor decay.
+Deviations: the inner loss carries 1/2 (Titans' App. C, not its body); gates are one scalar per head and token; blocks
+are groups of hidden units (of key coordinates when `L = 1`), since a prefix of the flattened weights would lock whole
+layers.
 
 `M_t` is never written out inside a chunk. The state holds it in factored form: the anchor, and for each token of the
 running chunk the layer inputs `x_{l-1}` and deltas `d_l` of its rank-one gradients `u_t = d_l x_{l-1}^T`, with
@@ -19,12 +21,14 @@ running chunk the layer inputs `x_{l-1}` and deltas `d_l` of its rank-one gradie
     M_t = weight_keep M_anchor + momentum_read S_anchor - sum_i write_i          d_i x_i^T
     S_t =                        momentum_keep S_anchor - sum_i momentum_write_i d_i x_i^T
 
-The chunk size is part of the model, not a tile size: every backend and every way of cutting a sequence gives the same values.
+The chunk size is part of the model, not a tile size: every backend and every way of cutting a sequence gives the same
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -138,8 +142,8 @@ def deep_memory(
     Raises:
         ValueError: shapes, options or a state that do not fit.
 
-    Cost, per token and head, P weights in the memory, F hidden units: about 11 P + 6 C F multiply-adds; the state holds 2 P floats
-    and C rows of factors. A single token costs about 3 P + 3 C F and writes one row.
+    Cost, per token and head, P weights in the memory, F hidden units: about 11 P + 6 C F multiply-adds; the state
+    holds 2 P floats and C rows of factors. A single token costs about 3 P + 3 C F and writes one row.
 
     Example:
         >>> state = initial_state([torch.randn(4, 32, 8), torch.randn(4, 8, 32)], batch=2, chunk_size=16)
@@ -206,7 +210,9 @@ def block_of_weight(layer: int, state: DeepMemoryState) -> Tensor:
 
 
 def materialize(state: DeepMemoryState) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The weights `M_t` and momentum `S_t` after the last token, each `[B, H, out_l, in_l]`, out of the factored state."""
+    """The weights `M_t` and momentum `S_t` after the last token, each `[B, H, out_l, in_l]`, out of the factored
+    state.
+    """
     weights, momentum = [], []
     for layer, anchor in enumerate(state.weights):
         block = block_of_weight(layer, state)
@@ -280,7 +286,9 @@ def _check(
     depth = len(state.weights)
     expect(1 <= depth <= MAX_DEPTH, "layers of the memory", f"1 to {MAX_DEPTH}", depth)
     value_dim = state.weights[-1].shape[-2]
-    expect(value.shape == (batch, tokens, heads, value_dim), "value", (batch, tokens, heads, value_dim), tuple(value.shape))
+    expect(
+        value.shape == (batch, tokens, heads, value_dim), "value", (batch, tokens, heads, value_dim), tuple(value.shape)
+    )
     for name, gate in (("log_retention", log_retention), ("log_momentum", log_momentum), ("step_size", step_size)):
         if gate is not None:
             expect(gate.shape == (batch, tokens, heads), name, (batch, tokens, heads), tuple(gate.shape))
@@ -295,7 +303,12 @@ def _check(
     expect(chunk_size >= 1, "chunk_size", "at least 1", chunk_size)
     expect(state.write.shape[-1] == chunk_size, "chunk size of the state", chunk_size, state.write.shape[-1])
     expect(activation in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", repr(activation))
-    expect(not residual or value_dim == key_dim, "value width with a residual memory", f"the key width {key_dim}", value_dim)
+    expect(
+        not residual or value_dim == key_dim,
+        "value width with a residual memory",
+        f"the key width {key_dim}",
+        value_dim,
+    )
     expect(
         bool(state.momentum) == (log_momentum is not None),
         "momentum of the state",
@@ -304,6 +317,6 @@ def _check(
     )
     blocks = state.weight_keep.shape[-1]
     expect(len(unlock) == blocks and unlock[0] == 0, "unlock", f"{blocks} positions, the first 0", tuple(unlock))
-    expect(all(a <= b for a, b in zip(unlock, unlock[1:], strict=False)), "unlock", "ascending positions", tuple(unlock))
+    expect(all(a <= b for a, b in pairwise(unlock)), "unlock", "ascending positions", tuple(unlock))
     units = min([key_dim] if depth == 1 else [w.shape[-2] for w in state.weights[:-1]])
     expect(blocks <= units, "capacity blocks", f"at most the {units} units of the narrowest layer", blocks)

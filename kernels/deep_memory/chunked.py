@@ -1,18 +1,18 @@
 """The deep memory chunk by chunk: no per-token weight is ever written out.
 
-Inside a chunk of C tokens with anchor `W, S`, let `A(t, j) = prod_{n=j+1..t} retention_n` and `E(t, j)` likewise for the
-momentum, for `0 <= j <= t <= C`, and `H = A E`. Unrolling the recurrences of `M_t` and `S_t` from token j gives
+Inside a chunk of C tokens with anchor `W, S`, let `A(t, j) = prod_{n=j+1..t} retention_n` and `E(t, j)` likewise for
+the momentum, for `0 <= j <= t <= C`, and `H = A E`. Unrolling the recurrences of `M_t` and `S_t` from token j gives
 
     M_t = A(t, j) M_j + (H - A)(t, j) S_j - sum_{j<i<=t} H(t, i) step_i u_i
     S_t = E(t, j) S_j                     - sum_{j<i<=t} E(t, i) step_i u_i
 
 With `u_i = d_i x_i^T` at the anchor, a read `M_t z_t` is two products with the anchor and one with the masked scores
-`(z_t . x_i) H(t, i) step_i` (Titans Eq 16-18 with every index restored). The anchor of a capacity block is its value when
-the block opens: for a block that opens after `o` of the chunk's tokens, j = o above, which is C while it stays closed.
-In the same way a running chunk that already holds r tokens is taken up with j = r from its coefficients.
+`(z_t . x_i) H(t, i) step_i` (Titans Eq 16-18 with every index restored). The anchor of a capacity block is its value
+when the block opens: for a block that opens after `o` of the chunk's tokens, j = o above, which is C while it stays
+closed. In the same way a running chunk that already holds r tokens is taken up with j = r from its coefficients.
 
-The gates do not depend on the memory, so all chunks' coefficients are formed at once, under autograd; only the walk over
-the chunks is sequential (`walk.py`).
+The gates do not depend on the memory, so all chunks' coefficients are formed at once, under autograd; only the walk
+over the chunks is sequential (`walk.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.deep_memory import DeepMemoryState
-from memzoo.kernels.deep_memory.walk import Coefficients, Ends, Network, Tensors, Walk, advance, inner_gradients, read, walk
+from memzoo.kernels.deep_memory.walk import (
+    Coefficients,
+    Ends,
+    Network,
+    Tensors,
+    Walk,
+    advance,
+    inner_gradients,
+    read,
+    walk,
+)
 
 
 def deep_memory(
@@ -55,12 +65,20 @@ def deep_memory(
         return _step(network, query, key, value, log_retention, log_momentum, step_size, state, unlock)
 
     grid = Grid.of(state, query.shape[1], chunk_size, lengths)
-    gates = [None if gate is None else grid.chunks(gate) for gate in (log_retention, log_momentum, step_size)]
-    coefficients, is_open, final = _coefficients(*gates, state, grid, unlock)
+    coefficients, is_open, final = _coefficients(
+        None if log_retention is None else grid.chunks(log_retention),
+        None if log_momentum is None else grid.chunks(log_momentum),
+        grid.chunks(step_size),
+        state,
+        grid,
+        unlock,
+    )
     tensors = Tensors(
-        *(grid.chunks(x) for x in (query, key, value)),
-        coefficients,
-        is_open,
+        query=grid.chunks(query),
+        key=grid.chunks(key),
+        value=grid.chunks(value),
+        coefficients=coefficients,
+        is_open=is_open,
         memory=tuple(x.flatten(0, 1) for x in (*state.weights, *state.momentum)),
         held=() if grid.held is None else tuple(x.flatten(0, 1) for x in (*state.inputs, *state.deltas)),
     )
@@ -108,13 +126,12 @@ class Grid:
     def of(state: DeepMemoryState, new: int, size: int, lengths: Tensor | None) -> Grid:
         batch, heads = state.write.shape[:2]
         held = state.position % size if state.inputs else None
-        if held is None and lengths is None:
-            done, filled = divmod(new, size)
-            if filled == 0:
-                return Grid(batch, heads, new, done, size, None, None, None, Ends())
-            at = torch.full_like(state.position, done).repeat_interleave(heads)
-            ends = Ends(None, at, done, done)
-            return Grid(batch, heads, new, done + 1, size, None, None, torch.full_like(state.position, filled), ends)
+        if held is None and lengths is None:  # known without looking at a tensor
+            whole, rest = divmod(new, size)
+            if rest == 0:
+                return Grid(batch, heads, new, whole, size, None, None, None, Ends())
+            ends = Ends(None, torch.full_like(state.position, whole).repeat_interleave(heads), whole, whole)
+            return Grid(batch, heads, new, whole + 1, size, None, None, torch.full_like(state.position, rest), ends)
         total = torch.full_like(state.position, new) if lengths is None else lengths
         if held is not None:
             total = total + held
@@ -171,7 +188,9 @@ def _coefficients(
     `t` counts the tokens read since the chunk's start, 0 to C; gates are `[N, M, C]`.
     """
     size, heads = grid.size, grid.heads
-    keep = _products(torch.zeros_like(step_size) if log_retention is None else log_retention)  # A(t, j), [N, M, 1+C, 1+C]
+    keep = _products(
+        torch.zeros_like(step_size) if log_retention is None else log_retention
+    )  # A(t, j), [N, M, 1+C, 1+C]
     if log_momentum is None:
         slot = torch.eye(1 + size, dtype=step_size.dtype, device=step_size.device).expand_as(keep)
         both = keep
@@ -255,7 +274,9 @@ def _products(log_gate: Tensor) -> Tensor:
 
 
 def _at_end(x: Tensor, grid: Grid, fresh: float) -> Tensor:
-    """The row of `x` `[N, M, 1 + C, X]` after each row's last token, `[B, H, X]`; `fresh` where that token ended a chunk."""
+    """The row of `x` `[N, M, 1 + C, X]` after each row's last token, `[B, H, X]`; `fresh` where that token ended a
+    chunk.
+    """
     if grid.filled is None or grid.ends.done is None:
         end = torch.full_like(x[0, :, 0], fresh)
     else:
@@ -276,7 +297,9 @@ def _step(
     state: DeepMemoryState,
     unlock: tuple[int, ...],
 ) -> tuple[Tensor, DeepMemoryState]:
-    """One token, without autograd: one more row of factors, written in place; new weights only when it completes a chunk."""
+    """One token, without autograd: one more row of factors, written in place; new weights only when it completes a
+    chunk.
+    """
     batch, heads, size = state.write.shape
     row = state.position % size
     q, k, v = (x.movedim(1, 2).flatten(0, 1) for x in (query, key, value))  # [M, 1, D]
@@ -295,7 +318,8 @@ def _step(
     ]
     inputs, deltas = rows[: network.depth], rows[network.depth :]
 
-    # The recurrences S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[M, C]` and `[M, E]`.
+    # The recurrences S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[M, C]` and `[M,
+    # E]`.
     write, momentum_write, keep, momentum_read, momentum_keep = (x.flatten(0, 1) for x in state[4:9])
     retention = 1.0 if log_retention is None else log_retention.exp().flatten()[:, None]
     before = (keep, momentum_read, momentum_keep)
@@ -337,13 +361,17 @@ def _step(
     def per_row(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         return tuple(x.unflatten(0, (batch, heads)) for x in tensors)
 
-    memory_rows = per_row(memory)
+    write, momentum_write, keep, momentum_read, momentum_keep = per_row(coefficients)
     new_state = DeepMemoryState(
-        memory_rows[: network.depth],
-        memory_rows[network.depth :],
-        per_row(inputs),
-        per_row(deltas),
-        *per_row(coefficients),
-        state.position + 1,
+        weights=per_row(memory[: network.depth]),
+        momentum=per_row(memory[network.depth :]),
+        inputs=per_row(inputs),
+        deltas=per_row(deltas),
+        write=write,
+        momentum_write=momentum_write,
+        weight_keep=keep,
+        momentum_read=momentum_read,
+        momentum_keep=momentum_keep,
+        position=state.position + 1,
     )
     return output.unflatten(0, (batch, heads)).movedim(1, 2), new_state

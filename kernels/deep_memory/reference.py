@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -159,12 +161,9 @@ def _appended(
 def _select(condition: Tensor, yes: DeepMemoryState, no: DeepMemoryState) -> DeepMemoryState:
     """Per row, `yes` where `condition` `[B]` holds."""
 
-    def pick(a: Tensor, b: Tensor) -> Tensor:
+    def pick(a: Any, b: Any) -> Any:
+        if isinstance(a, tuple):
+            return tuple(pick(x, y) for x, y in zip(a, b, strict=True))
         return torch.where(condition.view(-1, *[1] * (a.ndim - 1)), a, b)
 
-    return DeepMemoryState(
-        *(
-            tuple(pick(a, b) for a, b in zip(x, y, strict=True)) if isinstance(x, tuple) else pick(x, y)
-            for x, y in zip(yes, no, strict=True)
-        )
-    )
+    return DeepMemoryState(*(pick(a, b) for a, b in zip(yes, no, strict=True)))

@@ -1,13 +1,15 @@
 """The walk over the chunks: a chunk's forward and backward as matrix products, and the walk as one autograd function.
 
 Here rows and heads are one leading dimension `M = B H`, chunks the first one, so that each chunk is a contiguous slice:
-sequences are `[N, M, C, D]`, weights `[M, out, in]`. Everything runs without autograd; the backward is written out below
-each forward. It keeps the memory at the chunk starts and recomputes the rest of a chunk.
+sequences are `[N, M, C, D]`, weights `[M, out, in]`. Everything runs without autograd; the backward is written out
+below each forward. It keeps the memory at the chunk starts and recomputes the rest of a chunk.
 
-For layer l with inputs `x`, deltas `d` (C tokens) and the coefficients of `Coefficients`, a read and the next anchor are
+For layer l with inputs `x`, deltas `d` (C tokens) and the coefficients of `Coefficients`, a read and the next anchor
+are
 
     y = keep (z W^T) + momentum_read (z S^T) - (z x^T * write) d
-    W' = keep_end W + momentum_read_end S - (d * write_end)^T x,    S' = momentum_keep_end S - (d * momentum_write_end)^T x
+    W' = keep_end W + momentum_read_end S - (d * write_end)^T x,    S' = momentum_keep_end S - (d *
+    momentum_write_end)^T x
 """
 
 from __future__ import annotations
@@ -129,7 +131,8 @@ class Network:
         return self.per_block(x.sum(2), layer + 1)
 
 
-# A product with an anchor ------------------------------------------------------------------------------------------------
+# A product with an anchor
+# ------------------------------------------------------------------------------------------------
 
 
 def _product(network: Network, layer: int, z: Tensor, weight: Tensor, c: Tensor) -> Tensor:
@@ -186,7 +189,8 @@ def _product_backward(
     return g_c @ weight, network.per_block((z @ weight.mT).mul_(g), layer + 1)
 
 
-# A chunk -----------------------------------------------------------------------------------------------------------------
+# A chunk
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class Inner(NamedTuple):
@@ -214,7 +218,8 @@ def inner_gradients(
             slopes.append(more[0])
             curvatures.extend(more[1:])
     delta = hidden.sub_(value)
-    deltas, back = [delta.add_(key) if network.residual else delta], []
+    deltas = [delta.add_(key) if network.residual else delta]
+    back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, deltas[0] @ weights[layer])
         deltas.insert(0, _masked(network, back[0] * slopes[layer - 1], is_open, layer))
@@ -377,9 +382,7 @@ def _advance_backward(
             d_slots.append(d_slot.addcmul_(network.per_weight(c.momentum_keep_end, layer), ds))
             d_c.momentum_read_end.add_(network.per_weight_block(dw * slots[layer], layer))
             d_c.momentum_keep_end.add_(network.per_weight_block(ds * slots[layer], layer))
-            _row_backward(
-                ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer]
-            )
+            _row_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer])
     return [*d_weights, *d_slots]
 
 
@@ -393,7 +396,8 @@ def _row_backward(
     d_input.baddbmm_(delta * write[..., None], g, alpha=-1)
 
 
-# The walk ----------------------------------------------------------------------------------------------------------------
+# The walk
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class Ends(NamedTuple):
@@ -417,18 +421,16 @@ class Ends(NamedTuple):
         """Whether the rows complete the chunk: `[M, 1, 1]`, or one answer for all."""
         if self.done is None or chunk < self.fewest:
             return True
-        return False if chunk >= self.most else (chunk < self.done)[:, None, None]
+        return chunk < self.most and (self.done > chunk)[:, None, None]
 
     def is_running(self, chunk: int) -> Tensor | bool:
         """Whether the rows stop inside the chunk or before it begins: `[M, 1, 1]`, or `False` for none."""
         if self.done is None or not self.fewest <= chunk <= self.most:
             return False
-        return (chunk == self.done)[:, None, None]
+        return (self.done == chunk)[:, None, None]
 
 
-def _factors(
-    network: Network, ends: Ends, chunk: int, memory: Sequence[Tensor], tensors: Tensors, order: int
-) -> Inner:
+def _factors(network: Network, ends: Ends, chunk: int, memory: Sequence[Tensor], tensors: Tensors, order: int) -> Inner:
     """The inner gradients of a chunk's tokens, those that it already holds included."""
     inner = inner_gradients(
         network, memory[: network.depth], tensors.key[chunk], tensors.value[chunk], tensors.open_at(chunk), order
@@ -495,13 +497,12 @@ def walk(
             c_end = (c.keep_end, c.momentum_read_end, c.momentum_keep_end, c.write_end, c.momentum_write_end)
             new_weights, new_slots = advance(network, weights, slots, inner.inputs, inner.deltas, *c_end)
             new = (*new_weights, *new_slots)
-            if is_done is not True:
+            if isinstance(is_done, Tensor):
                 new = tuple(torch.where(is_done, x, old) for x, old in zip(new, memory, strict=True))
             memory = new
-        if is_running is not False:
+        if isinstance(is_running, Tensor):
             factors = [
-                torch.where(is_running, x, old)
-                for x, old in zip((*inner.inputs, *inner.deltas), factors, strict=True)
+                torch.where(is_running, x, old) for x, old in zip((*inner.inputs, *inner.deltas), factors, strict=True)
             ]
     return (output, *memory, *factors)
 
@@ -520,10 +521,10 @@ class Walk(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        network, ends, depth = ctx.network, ctx.ends, ctx.network.depth
+        network, ends = ctx.network, ctx.ends
         tensors = Tensors.of(network, ctx.saved_tensors[: ctx.count])
         starts, states = ctx.saved_tensors[ctx.count :], len(tensors.memory)
-        d_output, d_memory, d_factors = gradients[0], gradients[1 : 1 + states], gradients[1 + states :]
+        d_output, d_memory, d_factors = gradients[0], list(gradients[1 : 1 + states]), gradients[1 + states :]
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
         d_coefficients = Coefficients(*(torch.zeros_like(x) for x in tensors.coefficients))
         d_held: list[Tensor] = []
@@ -531,7 +532,15 @@ class Walk(torch.autograd.Function):
             for chunk in reversed(range(tensors.key.shape[0])):
                 memory = starts[chunk * states : (chunk + 1) * states]
                 result = _chunk_backward(
-                    network, ends, chunk, memory, tensors, d_output[chunk], d_memory, d_factors, d_coefficients.at(chunk)
+                    network,
+                    ends,
+                    chunk,
+                    memory,
+                    tensors,
+                    d_output[chunk],
+                    d_memory,
+                    d_factors,
+                    d_coefficients.at(chunk),
                 )
                 d_query[chunk], d_key[chunk], d_value[chunk], d_memory, d_held = result
         d_flat = [d_query, d_key, d_value, *d_coefficients, None, *d_memory]
@@ -559,17 +568,17 @@ def _chunk_backward(
 
     is_done, is_running = ends.is_done(chunk), ends.is_running(chunk)
     d_rows = [torch.zeros_like(x) for x in (*inner.inputs, *inner.deltas)]
-    if is_running is not False:
+    if isinstance(is_running, Tensor):
         d_rows = [torch.where(is_running, d, 0) for d in d_factors]
     d_inputs, d_deltas = d_rows[:depth], d_rows[depth:]
     if is_done is False:
         d_start = [d.clone() for d in d_memory]
     else:
-        d_next = d_memory if is_done is True else [torch.where(is_done, d, 0) for d in d_memory]
+        d_next = [torch.where(is_done, d, 0) for d in d_memory] if isinstance(is_done, Tensor) else d_memory
         d_start = _advance_backward(
             network, d_next[:depth], d_next[depth:], weights, slots, inner, c, d_c, d_inputs, d_deltas
         )
-        if is_done is not True:
+        if isinstance(is_done, Tensor):
             d_start = [d + torch.where(is_done, 0, passed) for d, passed in zip(d_start, d_memory, strict=True)]
     d_weights, d_slots = d_start[:depth], d_start[depth:]
     d_query = _read_backward(

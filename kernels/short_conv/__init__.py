@@ -63,7 +63,9 @@ def short_conv(
 
 
 def new_tail(padded: Tensor, before: int, lengths: Tensor | None) -> Tensor:
-    """The `before` tokens that end at each row's last real token, out of `padded` = tail and new tokens `[B, W-1+T, D]`."""
+    """The `before` tokens that end at each row's last real token, out of `padded` = tail and new tokens `[B, W-1+T,
+    D]`.
+    """
     if lengths is None:
         return padded[:, padded.shape[1] - before :]
     index = lengths[:, None] + torch.arange(before, device=padded.device)
@@ -71,7 +73,12 @@ def new_tail(padded: Tensor, before: int, lengths: Tensor | None) -> Tensor:
 
 
 def make_inputs(
-    batch: int = 2, tokens: int = 7, channels: int = 6, width: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0
+    batch: int = 2,
+    tokens: int = 7,
+    channels: int = 6,
+    width: int = 4,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Random inputs for tests and benchmarks."""
     generator = torch.Generator().manual_seed(seed)

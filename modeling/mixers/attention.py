@@ -19,20 +19,21 @@ from transformers.utils.generic import is_flash_attention_requested
 
 
 class KeyValueState(NamedTuple):
-    """The last keys and values of each row, right-aligned: row b's valid ones are its last `count[b]`."""
+    """The last keys and values of each row, right-aligned: row b's valid ones are its last `valid[b]`."""
 
     keys: Tensor
     """`[B, H, R, D]`, after the rotary embedding."""
     values: Tensor
     """`[B, H, R, D]`."""
-    count: Tensor
+    valid: Tensor
     """`[B]`, int64."""
 
 
 class CausalAttention(nn.Module):
     """Softmax attention with rotary embeddings; no output projection, since the wirings differ in what they project.
 
-        y_t = sum_j softmax_j(q_t . k_j / sqrt(D)) v_j   over prefix keys j, and own keys j <= t (the last `window` of them)
+        y_t = sum_j softmax_j(q_t . k_j / sqrt(D)) v_j   over prefix keys j, and own keys j <= t (the last `window` of
+        them)
 
     Source: Titans (arXiv 2501.00663), Eq 23, 27, 30. Deviations: none.
 
@@ -55,7 +56,7 @@ class CausalAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # reads rope_parameters only
 
     def forward(
         self,
@@ -101,16 +102,17 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """Blocks of queries as separate batch rows, each with the keys that its window reaches.
 
-        A block of Q queries sees at most the R keys before it and its own Q, so that a long row costs L (R + Q), not L^2.
+        A block of Q queries sees at most the R keys before it and its own Q, so that a long row costs L (R + Q), not
+        L^2.
         """
-        batch, heads, tokens, _ = q.shape
+        batch, _, tokens, _ = q.shape
         reach = self.carried if self.window is None else self.window - 1
         size = tokens if self.window is None else min(max(self.window, 1), tokens)
         blocks = -(-tokens // size)
         held = 0 if state is None else state.keys.shape[2]
         if state is not None:
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-            count = state.count
+            count = state.valid
         else:
             count = torch.zeros(batch, dtype=torch.int64, device=q.device)
         if blocks > 1:  # every block sees `reach` keys before it; those of the first may not exist
@@ -135,7 +137,8 @@ class CausalAttention(nn.Module):
         flash = is_flash_attention_requested(self.config)
         if flash and prefix > 0 and self.window is not None:
             raise ValueError(
-                f"attn_implementation={implementation!r} cannot show {prefix} persistent tokens beyond a sliding window; "
+                f"attn_implementation={implementation!r} cannot show {prefix} persistent tokens beyond a sliding "
+                f"window; "
                 "expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
             )
         rows = q.shape[0]
@@ -197,4 +200,4 @@ class CausalAttention(nn.Module):
             torch.cat([old, new], dim=2).gather(2, index.expand(-1, heads, -1, width))
             for old, new in ((state.keys, k), (state.values, v))
         )
-        return KeyValueState(keys, values, (state.count + added).clamp(max=self.carried))
+        return KeyValueState(keys, values, (state.valid + added).clamp(max=self.carried))

@@ -62,15 +62,17 @@ class InnerGate(nn.Linear):
 class InitialWeights(nn.Module):
     """`W_0`, learned by the outer loop: the memory before the first token.
 
-    Source: TNT (arXiv 2511.07343), Eq 6, for a learned initial memory; Titans is silent. The last layer of a deep memory
-    starts small and a matrix memory at zero, never all layers at zero, where no inner gradient could flow.
+    Source: TNT (arXiv 2511.07343), Eq 6, for a learned initial memory; Titans is silent. The last layer of a deep
+    memory starts small and a matrix memory at zero, never all layers at zero, where no inner gradient could flow.
     """
 
     def __init__(self, heads: int, widths: list[int]) -> None:
         super().__init__()
         self.depth = len(widths) - 1
         for layer in range(self.depth):
-            self.register_parameter(f"layer_{layer}", nn.Parameter(torch.empty(heads, widths[layer + 1], widths[layer])))
+            self.register_parameter(
+                f"layer_{layer}", nn.Parameter(torch.empty(heads, widths[layer + 1], widths[layer]))
+            )
 
     def init_weights(self) -> None:
         for layer, weight in enumerate(self()):
@@ -129,8 +131,9 @@ class DeepMemory(nn.Module):
     def begin(self, batch: int, like: Tensor, persistent: Tensor | None = None) -> tuple[Tensor | None, MemoryState]:
         """The memory before the first token: `W_0`, with the persistent tokens `[P, D]` written to it.
 
-        They are one chunk of their own, before token 1 and while one capacity block is open, so that the chunk grid and the
-        capacity schedule count real tokens only. Returns their read-outs `[P, D]` and the state of `batch` rows.
+        They are one chunk of their own, before token 1 and while one capacity block is open, so that the chunk grid
+        and the capacity schedule count real tokens only. Returns their read-outs `[P, D]` and the state of `batch`
+        rows.
         """
         blocks, has_momentum = self.schedule.blocks, self.momentum_gate is not None
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -141,9 +144,7 @@ class DeepMemory(nn.Module):
             return None, MemoryState(tail, memory)
         count = persistent.shape[0]
         _, fresh = self.begin(1, like)
-        fresh = fresh._replace(
-            memory=initial_state(weights, 1, chunk_size=count, blocks=blocks, momentum=has_momentum)
-        )
+        fresh = fresh._replace(memory=initial_state(weights, 1, chunk_size=count, blocks=blocks, momentum=has_momentum))
         unlock = (0, *[count] * (blocks - 1))
         output, written = self._read(persistent[None], fresh, None, count, unlock)
         memory = initial_state(
