@@ -30,6 +30,8 @@ class TitansConfig(MemoryConfig):
         use_retention: whether the memory decays.
         max_step_size: upper end of the inner step size; `None` for `min(1, 4 / chunk_size)`, since a chunk applies up
             to `chunk_size` steps taken at one point.
+        max_gradient_norm: bound of one token's inner gradient, `None` for none. Not in the paper: far above the norms of a
+            healthy memory, it keeps one that a bad step has thrown off from growing without limit.
         chunk_size: tokens whose gradients share an anchor. Part of the model: weights trained with one size are not
             meant for another.
         num_persistent_tokens: learned tokens in front of every sequence, per layer.
@@ -53,6 +55,7 @@ class TitansConfig(MemoryConfig):
     use_momentum: bool = True
     use_retention: bool = True
     max_step_size: float | None = None
+    max_gradient_norm: float | None = 10.0
     chunk_size: int = 64
     num_persistent_tokens: int = 4
     sliding_window: int = 512
@@ -89,6 +92,9 @@ class TitansConfig(MemoryConfig):
             require(getattr(self, field) >= 1, self, field, "at least 1")
         require(self.num_persistent_tokens >= 0, self, "num_persistent_tokens", "at least 0")
         require(self.max_step_size is not None and self.max_step_size > 0, self, "max_step_size", "above 0")
+        require(
+            self.max_gradient_norm is None or self.max_gradient_norm > 0, self, "max_gradient_norm", "above 0, or None"
+        )
         if self.variant == "mac":
             require(
                 self.segment_size % self.chunk_size == 0,

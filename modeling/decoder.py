@@ -311,18 +311,27 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, next_sequence_length: int | None = None, cache: Any = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # named, since `generate` looks for it in the signature
+        **kwargs: Any,
     ) -> dict[str, Any]:
         if next_sequence_length is not None and next_sequence_length <= 0:
             raise ValueError(
-                f"generate: {input_ids.shape[1]} input tokens with a mask of the same length, but the cache has "
-                f"already read "
-                f"{input_ids.shape[1] - next_sequence_length} columns. Pass the whole sequence, or only the new "
-                f"tokens with an "
-                "attention_mask that covers the whole sequence."
+                f"generate: {input_ids.shape[1]} input tokens with a mask of the same length, but the cache has already "
+                f"read {input_ids.shape[1] - next_sequence_length} columns. Pass the whole sequence, or only the new "
+                "tokens with an attention_mask that covers the whole sequence."
             )
         return super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, cache=cache, **kwargs
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
 
     def _prepare_cache_for_generation(  # type: ignore[override]

@@ -14,8 +14,9 @@ from torch import Tensor
 OP = {torch.float64: 1e-12, torch.float32: 2e-5}
 # Two ways of computing the same logits, a few layers deep: what the issue promises in float64.
 MODEL = {torch.float64: 1e-9, torch.float32: 1e-3}
-# A bfloat16 model beside its float32 twin: u = 2^-8, through a few layers of lively weights.
-BF16 = 0.1
+# A bfloat16 model beside its float32 twin, in the root mean square (`follows`): unit round-off 2^-8 in each weight and in
+# each of some tens of activations, adding up in quadrature, times a small gain of lively weights.
+BF16 = 16 * 2**-8
 # Gradients summed in another order, in float32 (accumulation, processes).
 GRADIENT = 1e-4
 # Finite differences of step 1e-6 in float64.
@@ -24,6 +25,7 @@ GRADCHECK = {"eps": 1e-6, "atol": 1e-6, "rtol": 1e-4}
 
 def error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest expected value."""
+    actual, expected = actual.detach(), expected.detach()
     scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     return float((actual.to(expected.dtype) - expected).abs().max() / scale)
 
@@ -34,3 +36,10 @@ def close(actual: Tensor, expected: Tensor, bound: float) -> None:
     assert torch.isfinite(actual).all(), "not finite"
     got = error(actual, expected)
     assert got <= bound, f"relative error {got:.2e} > {bound:.0e}"
+
+
+def follows(actual: Tensor, expected: Tensor, bound: float) -> None:
+    """Assert that `actual` is finite and its root-mean-square error is within `bound` of the expected value's."""
+    assert torch.isfinite(actual).all(), "not finite"
+    got = float((actual.float() - expected.float()).norm() / expected.float().norm())
+    assert got <= bound, f"relative root-mean-square error {got:.2e} > {bound:.0e}"

@@ -34,6 +34,7 @@ def _titans(variant: str, blocks: int) -> PreTrainedConfig:
         segment_size=2 * CHUNK,
         sliding_window=5,
         num_persistent_tokens=3,
+        max_step_size=0.25,
         capacity_blocks=blocks,
         capacity_context=3 * blocks,
         **_SHARED,

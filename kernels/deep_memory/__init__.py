@@ -13,7 +13,7 @@ Source: Titans (arXiv 2501.00663), Eq 8-18. Capacity blocks: Proteus (arXiv 2608
 fixed position of the sequence, and until then its coordinates neither read nor write nor decay.
 Deviations: the inner loss carries 1/2 (Titans' App. C, not its body); gates are one scalar per head and token; blocks
 are groups of hidden units (of key coordinates when `L = 1`), since a prefix of the flattened weights would lock whole
-layers.
+layers; `u_t` can be bounded in norm, without which a memory of two layers or more can diverge.
 
 `M_t` is never written out inside a chunk. The state holds it in factored form: the anchor, and for each token of the
 running chunk the layer inputs `x_{l-1}` and deltas `d_l` of its rank-one gradients `u_t = d_l x_{l-1}^T`, with
@@ -27,6 +27,7 @@ values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -116,6 +117,7 @@ def deep_memory(
     activation: str = "gelu",
     residual: bool = True,
     unlock: Sequence[int] = (0,),
+    max_gradient_norm: float = math.inf,
     lengths: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, DeepMemoryState]:
@@ -132,6 +134,7 @@ def deep_memory(
         activation: one of `ACTIVATIONS` (all map 0 to 0).
         residual: whether `M(x)` adds its input.
         unlock: for each of the E capacity blocks, the number of tokens before it opens; ascending, the first is 0.
+        max_gradient_norm: bound of |u_t|, over all layers; a longer u_t is shortened to it.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
         backend: `"auto"`, `"chunked"` or `"reference"`.
@@ -152,6 +155,8 @@ def deep_memory(
         >>> y, state = deep_memory(q, k, v, -rate, -rate, rate / 16, state, chunk_size=16)
     """
     _check(query, key, value, log_retention, log_momentum, step_size, state, chunk_size, activation, residual, unlock)
+    if not max_gradient_norm > 0:
+        raise ValueError(f"deep_memory: max_gradient_norm: expected above 0, got {max_gradient_norm}.")
     problem = Problem(
         device=query.device.type,
         dtype=str(query.dtype),
@@ -183,6 +188,7 @@ def deep_memory(
             activation=activation,
             residual=residual,
             unlock=tuple(unlock),
+            max_gradient_norm=max_gradient_norm,
             lengths=lengths,
         )
     return output.to(query.dtype), state

@@ -49,6 +49,7 @@ def deep_memory(
     activation: str,
     residual: bool,
     unlock: tuple[int, ...],
+    max_gradient_norm: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, DeepMemoryState]:
     """See `memzoo.kernels.deep_memory.deep_memory`."""
@@ -58,6 +59,7 @@ def deep_memory(
         residual=residual,
         momentum=bool(state.momentum),
         blocks=len(unlock),
+        max_gradient_norm=max_gradient_norm,
     )
     inputs = (query, key, value, log_retention, log_momentum, step_size, *state.weights, *state.momentum)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

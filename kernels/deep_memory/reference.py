@@ -24,6 +24,7 @@ def deep_memory(
     activation: str,
     residual: bool,
     unlock: tuple[int, ...],
+    max_gradient_norm: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, DeepMemoryState]:
     """See `memzoo.kernels.deep_memory.deep_memory`."""
@@ -56,6 +57,10 @@ def deep_memory(
         for layer in range(depth - 1):
             deltas[layer] = deltas[layer] * open_weight[layer][:, :, :, 0]
             inputs[layer + 1] = inputs[layer + 1] * open_weight[layer][:, :, :, 0]
+
+        square = sum(x.square().sum(-1) * d.square().sum(-1) for x, d in zip(inputs, deltas, strict=True))  # |u_t|^2
+        shorten = (square / max_gradient_norm**2).clamp(min=1).rsqrt()
+        deltas = [shorten[..., None] * d for d in deltas]
 
         new_weights, new_slots = [], []
         for layer in range(depth):

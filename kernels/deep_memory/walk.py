@@ -14,6 +14,7 @@ are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class Network:
         residual: whether the input is added to the output.
         momentum: whether there is momentum.
         blocks: E.
+        max_gradient_norm: bound of a token's inner gradient; infinity for none.
     """
 
     widths: tuple[int, ...]
@@ -68,6 +70,7 @@ class Network:
     residual: bool
     momentum: bool
     blocks: int
+    max_gradient_norm: float
 
     @property
     def depth(self) -> int:
@@ -198,6 +201,10 @@ class Inner(NamedTuple):
 
     inputs: list[Tensor]
     deltas: list[Tensor]
+    unclipped: list[Tensor]
+    """The deltas before the bound on the gradient's norm."""
+    clip: Tensor | None
+    """The factor that keeps the gradient's norm within its bound, `[M, t, 1]`; `None` without a bound."""
     back: list[Tensor]
     """What came back to each hidden layer, before its slope."""
     slopes: list[Tensor]
@@ -223,7 +230,28 @@ def inner_gradients(
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, deltas[0] @ weights[layer])
         deltas.insert(0, _masked(network, back[0] * slopes[layer - 1], is_open, layer))
-    return Inner(inputs, deltas, back, slopes, curvatures)
+    unclipped, clip = deltas, None
+    if network.max_gradient_norm < math.inf:
+        square = sum(_squares(x) * _squares(d) for x, d in zip(inputs, deltas, strict=True))
+        clip = (square / network.max_gradient_norm**2).clamp(min=1).rsqrt()
+        deltas = [d * clip for d in deltas]
+    return Inner(inputs, deltas, unclipped, clip, back, slopes, curvatures)
+
+
+def _squares(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+
+
+def _clip_backward(network: Network, inner: Inner, d_inputs: list[Tensor], d_deltas: list[Tensor]) -> None:
+    """From gradients of the clipped deltas to those of the unclipped ones; adds to the inputs'."""
+    if inner.clip is None:
+        return
+    clip = inner.clip
+    d_clip = sum((d * delta).sum(-1, keepdim=True) for d, delta in zip(d_deltas, inner.unclipped, strict=True))
+    common = torch.where(clip < 1, -d_clip * clip**3 / network.max_gradient_norm**2, 0)
+    for layer, (x, delta) in enumerate(zip(inner.inputs, inner.unclipped, strict=True)):
+        d_inputs[layer] = torch.addcmul(d_inputs[layer], x, common * _squares(delta))
+        d_deltas[layer] = torch.addcmul(d_deltas[layer] * clip, delta, common * _squares(x))
 
 
 def _inner_backward(
@@ -237,13 +265,14 @@ def _inner_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of key and value; those of the weights are added to `d_weights`."""
     depth = network.depth
+    _clip_backward(network, inner, d_inputs, d_deltas)
     d_hidden = []
     for layer in range(depth - 1):
         d_delta = _masked(network, d_deltas[layer], is_open, layer + 1)
         d_back = d_delta * inner.slopes[layer]
         d_hidden.append((d_delta * inner.back[layer]).mul_(inner.curvatures[layer]))
         d_deltas[layer + 1] = torch.baddbmm(d_deltas[layer + 1], d_back, weights[layer + 1].mT)
-        d_weights[layer + 1].baddbmm_(inner.deltas[layer + 1].mT, d_back)
+        d_weights[layer + 1].baddbmm_(inner.unclipped[layer + 1].mT, d_back)
     d_error = d_deltas[-1]
     d_hidden.append(d_error)
     for layer in range(depth - 1, -1, -1):

@@ -105,6 +105,7 @@ class DeepMemory(nn.Module):
         self.activation = config.memory_activation
         self.residual = config.memory_residual
         self.max_step_size = config.max_step_size
+        self.max_gradient_norm = math.inf if config.max_gradient_norm is None else config.max_gradient_norm
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.q_proj = nn.Linear(width, width, bias=False)
@@ -187,6 +188,7 @@ class DeepMemory(nn.Module):
             activation=self.activation,
             residual=self.residual,
             unlock=unlock,
+            max_gradient_norm=self.max_gradient_norm,
             lengths=lengths,
             backend=self.backend,
         )

@@ -1,0 +1,215 @@
+"""The recurrent cache: rows, resets, copies, refusals, and memories kept in files."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tolerances import MODEL, close, error
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from memzoo import MemoryCache, load_memory, save_memory
+
+BOUND = MODEL[torch.float64]
+FIRST, REST = 2 * zoo.CHUNK + 3, 7
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: Tensor, cache: MemoryCache) -> Tensor:
+    return model(ids, cache=cache).logits
+
+
+def filled(name: str, rows: int = 3) -> tuple[PreTrainedModel, Tensor, MemoryCache, Tensor]:
+    """A model, ids, a cache that has read the first of them, and the logits of the rest in one pass."""
+    model, ids = zoo.causal_lm(name), zoo.tokens(rows, FIRST + REST)
+    cache = MemoryCache(model.config)
+    read(model, ids[:, :FIRST], cache)
+    with torch.no_grad():
+        want = model(ids).logits[:, FIRST:]
+    return model, ids[:, FIRST:], cache, want
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_tensor_has_the_rows_first_and_all_move_together(name: str) -> None:
+    model, rest, cache, want = filled(name)
+    assert cache.batch_size == 3
+    for layer in cache.layers:
+        assert all(x.shape[0] == 3 for x in layer.tensors)
+    order = torch.tensor([2, 0, 0, 1])
+    moved = copy.deepcopy(cache)
+    moved.batch_select_indices(order)
+    close(read(model, rest[order], moved), want[order], BOUND)
+    reordered = copy.deepcopy(cache)
+    reordered.reorder_cache(torch.tensor([1, 2, 0]))
+    close(read(model, rest[[1, 2, 0]], reordered), want[[1, 2, 0]], BOUND)
+    repeated = copy.deepcopy(cache)
+    repeated.batch_repeat_interleave(2)
+    close(read(model, rest.repeat_interleave(2, dim=0), repeated), want.repeat_interleave(2, dim=0), BOUND)
+    # Rows of a repeated cache share no storage: writing to one leaves its twin alone.
+    again = copy.deepcopy(cache)
+    again.batch_select_indices(torch.tensor([0, 0]))
+    tokens = torch.stack([rest[0], rest[1]])
+    step_by_step = torch.cat([read(model, token, again) for token in tokens.split(1, dim=1)], dim=1)
+    close(step_by_step[0], want[0], BOUND)
+    close(read(model, rest, cache), want, BOUND)
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_halving_any_part_of_the_state_is_seen(name: str) -> None:
+    """Every tensor of the state matters to what follows: a lost or stale one cannot hide behind a tolerance."""
+    model, rest, cache, want = filled(name, rows=1)
+    for index, layer in enumerate(cache.layers):
+        for number, tensor in enumerate(layer.tensors):
+            if not tensor.is_floating_point() or tensor.abs().max() == 0:
+                continue
+            broken = copy.deepcopy(cache)
+            broken.layers[index].tensors[number].mul_(0.5)
+            longer = torch.cat([rest, zoo.tokens(1, 2 * zoo.CHUNK, seed=5)], dim=1)
+            whole = read(model, longer, copy.deepcopy(cache))
+            assert error(read(model, longer, broken), whole) > 1e-6, f"layer {index}, tensor {number}"
+    close(read(model, rest, cache), want, BOUND)
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_reset_means_the_learned_initial_state(name: str) -> None:
+    model, _, cache, _ = filled(name)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    ids = zoo.tokens(2, 9, seed=4)  # another batch size, too
+    close(read(model, ids, cache), model(ids).logits, BOUND)
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_requests_do_not_leak_into_one_another(name: str) -> None:
+    model = zoo.causal_lm(name)
+    a, b = zoo.tokens(1, 11, seed=1), zoo.tokens(1, 9, seed=2)
+    alone = model.generate(b, max_new_tokens=6, do_sample=False)
+    model.generate(a, max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(b, max_new_tokens=6, do_sample=False), alone)
+    held = {name for name, value in vars(model.model).items() if isinstance(value, Tensor)}
+    assert not held, f"tensors kept on the model: {held}"
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_size_and_cost_do_not_grow_with_the_context(name: str) -> None:
+    model = zoo.causal_lm(name)
+    sizes = []
+    for length in (20, 200):
+        cache = MemoryCache(model.config)
+        read(model, zoo.tokens(1, length), cache)
+        read(model, zoo.tokens(1, 1), cache)
+        sizes.append((cache.memory_bytes, [tuple(x.shape) for layer in cache.layers for x in layer.tensors]))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_refusals(name: str) -> None:
+    model, rest, cache, _ = filled(name)
+    with pytest.raises(ValueError, match=r"cannot forget its last tokens.*assisted decoding"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="cannot forget"):
+        cache.activate_past_recording()
+    with pytest.raises(ValueError, match="expected a batch of 3 rows as in the cache, got 2"):
+        model(rest[:2], cache=cache)
+    other = zoo.causal_lm(next(n for n in zoo.NAMES if zoo.config_of(n).to_dict() != model.config.to_dict()))
+    with pytest.raises(ValueError, match=r"belongs to another model: .*expected .*, got "):
+        other(rest, cache=cache)
+    for implementation in ("static", "offloaded", "quantized"):
+        with pytest.raises(ValueError, match="its own cache of constant size"):
+            model.generate(rest, max_new_tokens=2, cache_implementation=implementation)
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        model.generate(rest[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)
+    assert cache.get_max_length() == -1
+
+
+# Memories in files ---------------------------------------------------------------------------------------------------
+
+_CONTINUE = """
+import sys, torch
+import memzoo
+from transformers import AutoModelForCausalLM
+checkpoint, memory, rest, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+cache = memzoo.load_memory(memory, model)
+with torch.no_grad():
+    torch.save((model(torch.load(rest), cache=cache).logits, cache.get_seq_length()), out)
+"""
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_another_process_continues_a_saved_memory(name: str, tmp_path: Path) -> None:
+    model, rest, cache, want = filled(name)
+    save_memory(cache, tmp_path / "memory.safetensors")
+    model.save_pretrained(tmp_path / "model")
+    torch.save(rest, tmp_path / "rest.pt")
+    arguments = [tmp_path / part for part in ("model", "memory.safetensors", "rest.pt", "out.pt")]
+    subprocess.run([sys.executable, "-c", _CONTINUE, *map(str, arguments)], check=True, timeout=120)
+    logits, length = torch.load(tmp_path / "out.pt")
+    close(logits, want, BOUND)
+    assert length == FIRST + REST
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "memory.safetensors", "rest.pt", "out.pt"}
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_saved_memory_is_the_cache(name: str, tmp_path: Path) -> None:
+    model, rest, cache, want = filled(name)
+    path = tmp_path / "memory.safetensors"
+    save_memory(cache, path)
+    loaded = load_memory(path, model)
+    ours, theirs = (list(itertools.chain(*(layer.tensors for layer in c.layers))) for c in (cache, loaded))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    close(read(model, rest, loaded), want, BOUND)
+    with torch.no_grad():  # the backbone without its head takes it, too
+        hidden = model.model(rest, cache=load_memory(path, model.model)).last_hidden_state
+        close(model.lm_head(hidden), want, BOUND)
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["identity"])["model_type"] == model.config.model_type
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_a_memory_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    model, _, cache, _ = filled(name)
+    path = tmp_path / "memory.safetensors"
+    save_memory(cache, path)
+    with pytest.raises(ValueError, match=r"belongs to another model: num_hidden_layers: expected 3, got 2"):
+        load_memory(path, zoo.build(name, torch.float64, num_hidden_layers=3))
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        next(changed.model.layers[1].parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="other weights of the same configuration"):
+        load_memory(path, changed)
+    save_file(load_file(path), tmp_path / "plain.safetensors")
+    with pytest.raises(ValueError, match="holds no memory"):
+        load_memory(tmp_path / "plain.safetensors", model)
+    with pytest.raises(
+        ValueError, match="a forward pass of a living model has filled, got an empty"
+    ):
+        save_memory(MemoryCache(model.config), tmp_path / "none.safetensors")
+    assert not (tmp_path / "none.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN[:1])
+def test_a_failed_save_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, cache, _ = filled(name)
+    path = tmp_path / "memory.safetensors"
+    save_memory(cache, path)
+    before = path.read_bytes()
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("memzoo.modeling.cache.save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save_memory(cache, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,55 @@
+"""Which backend runs, and what the registry says when none can."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from memzoo.kernels import deep_memory, registry, short_conv
+from memzoo.kernels.registry import Backend, Op, Problem, explain, select
+
+CPU = Problem("cpu", "torch.float32")
+
+
+def _only_cuda(problem: Problem) -> str | None:
+    return None if problem.device == "cuda" else "needs a CUDA device"
+
+
+def entry(name: str) -> str:
+    return f"memzoo.kernels.short_conv.{name}:short_conv"
+
+
+TWO = Op("toy", (Backend("fast", entry("chunked"), _only_cuda), Backend("slow", entry("reference"))))
+
+
+@pytest.mark.parametrize("op", [deep_memory.OP, short_conv.OP], ids=lambda op: op.name)
+def test_every_entry_can_be_loaded(op: Op) -> None:
+    for name in op.names():
+        assert callable(select(op, CPU, name))
+    assert "reference" in op.names()
+
+
+def test_auto_takes_the_first_that_supports_the_problem(caplog: pytest.LogCaptureFixture) -> None:
+    registry._log_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert select(TWO, CPU).__module__.endswith("reference")
+        select(TWO, CPU)
+    assert [record.message for record in caplog.records] == ["toy: backend 'fast' is not used: needs a CUDA device"]
+    assert select(TWO, Problem("cuda", "torch.float32")).__module__.endswith("chunked")
+
+
+def test_a_wish_is_obeyed_or_refused_with_the_reason() -> None:
+    assert select(TWO, CPU, "slow").__module__.endswith("reference")
+    with pytest.raises(ValueError, match=r"'fast' was asked for but cannot compute .*: needs a CUDA device"):
+        select(TWO, CPU, "fast")
+    with pytest.raises(
+        ValueError, match=r"unknown kernel_backend 'triton'; expected 'auto' or one of \['fast', 'slow'\]"
+    ):
+        select(TWO, CPU, "triton")
+    with pytest.raises(ValueError, match="no backend can compute"):
+        select(Op("toy", TWO.backends[:1]), CPU)
+
+
+def test_explain_names_every_backend() -> None:
+    assert explain(TWO, CPU) == {"fast": "needs a CUDA device", "slow": None}

@@ -1,0 +1,69 @@
+"""The short convolution: against PyTorch's own, in pieces, on ragged rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerances import GRADCHECK, OP, close
+
+from memzoo.kernels.short_conv import OP as SHORT_CONV
+from memzoo.kernels.short_conv import make_inputs, short_conv
+
+BACKENDS = SHORT_CONV.names()
+BOUND = OP[torch.float64]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 13])
+def test_is_pytorchs_causal_depthwise_convolution(backend: str, width: int, tokens: int) -> None:
+    args = make_inputs(tokens=tokens, width=width)
+    padded = torch.cat([args["tail"], args["x"]], dim=1)
+    want = F.conv1d(padded.mT, args["weight"][:, None], groups=padded.shape[-1]).mT
+    y, tail = short_conv(**args, backend=backend)
+    close(y, want, BOUND)
+    assert torch.equal(tail, padded[:, tokens:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pieces_equal_one_pass(backend: str) -> None:
+    args = make_inputs(tokens=9)
+    want, want_tail = short_conv(**args, backend=backend)
+    tail, parts = args["tail"], []
+    for part in args["x"].split([1, 2, 5, 1], dim=1):
+        y, tail = short_conv(part, args["weight"], tail, backend=backend)
+        parts.append(y)
+    close(torch.cat(parts, dim=1), want, BOUND)
+    assert torch.equal(tail, want_tail)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tail_ends_at_each_rows_last_real_token(backend: str) -> None:
+    args = make_inputs(batch=4, tokens=5)
+    lengths = torch.tensor([0, 1, 4, 5])
+    _, tail = short_conv(**args, lengths=lengths, backend=backend)
+    for row, length in enumerate(lengths.tolist()):
+        want = torch.cat([args["tail"][row], args["x"][row, :length]])[-3:]
+        assert torch.equal(tail[row], want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradcheck(backend: str) -> None:
+    args = make_inputs(batch=2, tokens=3, channels=2)
+    leaves = [args[name].requires_grad_() for name in ("x", "weight", "tail")]
+    assert torch.autograd.gradcheck(lambda *t: short_conv(*t, backend=backend), leaves, **GRADCHECK)
+
+
+def test_without_a_tail_starts_from_zeros() -> None:
+    args = make_inputs()
+    want, _ = short_conv(args["x"], args["weight"], torch.zeros_like(args["tail"]))
+    assert torch.equal(short_conv(args["x"], args["weight"])[0], want)
+
+
+def test_refuses_shapes_that_do_not_fit() -> None:
+    args = make_inputs()
+    with pytest.raises(ValueError, match=r"expected x \[B, T, D\] and weight \[D, W\]"):
+        short_conv(args["x"][..., :5], args["weight"])
+    with pytest.raises(ValueError, match="expected tail"):
+        short_conv(args["x"], args["weight"], args["tail"][:, :2])
