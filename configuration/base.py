@@ -55,6 +55,7 @@ class MemoryConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
         super().__post_init__(**kwargs)
+        self.validate_sizes()  # here for a plain ValueError: `@strict` wraps what its own validation raises
 
     @property
     def head_dim(self) -> int:

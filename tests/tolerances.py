@@ -14,8 +14,8 @@ from torch import Tensor
 OP = {torch.float64: 1e-12, torch.float32: 2e-5}
 # Two ways of computing the same logits, a few layers deep: what the issue promises in float64.
 MODEL = {torch.float64: 1e-9, torch.float32: 1e-3}
-# A bfloat16 model beside its float32 twin, in the root mean square (`follows`): unit round-off 2^-8 in each weight and in
-# each of some tens of activations, adding up in quadrature, times a small gain of lively weights.
+# A bfloat16 model beside its float32 twin, in the root mean square (`follows`): unit round-off 2^-8 in each weight and
+# in each of some tens of activations, adding up in quadrature, times a small gain of lively weights.
 BF16 = 16 * 2**-8
 # Gradients summed in another order, in float32 (accumulation, processes).
 GRADIENT = 1e-4

@@ -49,6 +49,18 @@ NAMES = list(TINY)
 # One name per wiring, for checks that a capacity schedule cannot change.
 PLAIN = [name for name in NAMES if name.endswith("-e1")]
 
+# Published sizes: config class, size, options, parameters (counted once, then held).
+PRESETS = [
+    (memzoo.TitansConfig, size, {"variant": variant, "capacity_blocks": 16}, count)
+    for variant, counts in {
+        "lmm": (145313664, 408473216, 865153920, 1194310576),
+        "mac": (166565184, 484018304, 1035094656, 1420872112),
+        "mag": (159487296, 458852480, 978471552, 1345374640),
+        "mal": (173625216, 509136512, 1091646336, 1496300464),
+    }.items()
+    for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
+]
+
 
 def config_of(name: str, **overrides: object) -> PreTrainedConfig:
     """A fresh tiny config."""
@@ -82,7 +94,8 @@ def causal_lm(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 def build(name: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
     """A lively model of one's own, in training mode."""
     torch.manual_seed(0)
-    return enliven(AutoModelForCausalLM.from_config(config_of(name, **overrides))).to(dtype).train()
+    # Built in its dtype and not moved to it, which would round the rotary frequencies as well.
+    return enliven(AutoModelForCausalLM.from_config(config_of(name, **overrides), dtype=dtype)).train()
 
 
 def classifier(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:

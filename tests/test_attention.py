@@ -1,0 +1,151 @@
+"""The attention branches through every implementation of transformers, and on sequences longer than their window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tolerances import MODEL, OP, close
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import masking_utils
+from transformers.integrations import flex_attention as flex_integration
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from memzoo import MemoryCache, TitansConfig
+from memzoo.modeling.mixers.attention import CausalAttention
+
+TOKENS = 23
+WITH_ATTENTION = [n for n in zoo.PLAIN if any(isinstance(m, CausalAttention) for m in zoo.causal_lm(n).modules())]
+
+
+def attention(window: int | None, carried: int, implementation: str = "sdpa") -> CausalAttention:
+    config = TitansConfig(hidden_size=16, num_attention_heads=2, vocab_size=8, num_hidden_layers=1)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    return CausalAttention(config, window, carried).double().eval()
+
+
+def plain(module: CausalAttention, x: Tensor, prefix: Tensor, window: int | None) -> Tensor:
+    """Second witness: one softmax over a full mask, token against token."""
+    count = prefix.shape[0]
+    stream = torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)
+    q, k, v = (
+        projection(stream).unflatten(-1, (module.heads, -1)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    rotary = LlamaRotaryEmbedding(module.config)
+    q, k = apply_rotary_pos_emb(q, k, *rotary(stream, torch.arange(stream.shape[1])[None]))
+    scores = q @ k.mT * module.head_dim**-0.5
+    for i in range(count, stream.shape[1]):
+        for j in range(stream.shape[1]):
+            seen = j < count or (j <= i and (window is None or j > i - window))
+            if not seen:
+                scores[:, :, i, j] = -torch.inf
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)[:, count:]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize("window", [1, 2, 5, 23, 40, None])
+def test_blocks_equal_a_full_mask(implementation: str, prefix: int, window: int | None) -> None:
+    """In one pass, and in pieces on the carried keys."""
+    carried = TOKENS if window is None else window - 1
+    module = attention(window, carried, implementation)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, TOKENS, 16, generator=generator, dtype=torch.float64)
+    sinks = torch.randn(prefix, 16, generator=generator, dtype=torch.float64)
+    want = plain(module, x, sinks, window)
+    # transformers' eager attention takes its softmax in float32
+    bound = OP[torch.float64] if implementation == "sdpa" else OP[torch.float32]
+    for cuts in ([TOKENS], [1] * TOKENS, [9, 1, 13], [2, 21]):
+        state, parts, position = None, [], 0
+        for part in x.split(cuts, dim=1):
+            added = torch.full((2,), part.shape[1])
+            place = (position + prefix + torch.arange(part.shape[1]))[None]
+            y, state = module(part, place, added, state, sinks)
+            parts.append(y)
+            position += part.shape[1]
+        close(torch.cat(parts, dim=1), want, bound)
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+def test_implementations_agree(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prefill, in decoding and on padded rows. Flex attention runs without its compiler."""
+    monkeypatch.setattr(flex_integration, "compile_friendly_flex_attention", _uncompiled_flex)
+    monkeypatch.setattr(masking_utils, "create_block_mask", _uncompiled_block_mask)
+    ids, mask = zoo.tokens(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :4] = 0
+    want = zoo.causal_lm(name, torch.float32)
+    model = zoo.build(name).eval()
+    model.set_attn_implementation(implementation)
+    caches = [MemoryCache(m.config) for m in (model, want)]
+    with torch.no_grad():
+        for low, high in ((0, 19), (19, 20), (20, TOKENS)):
+            part = {"input_ids": ids[:, low:high], "attention_mask": mask[:, :high]}
+            got, expected = (m(**part, cache=c).logits for m, c in zip((model, want), caches, strict=True))
+            close(got, expected, MODEL[torch.float32])
+
+
+def _uncompiled_flex(*args: Any, training: bool = False, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
+def _uncompiled_block_mask(*args: Any, **kwargs: Any) -> Any:
+    return create_block_mask(*args, **{**kwargs, "_compile": False})
+
+
+def flash_contract(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What flash attention computes from what it is told: no mask but real keys, causal from the lower right corner.
+
+    Keys that are padding are dropped before the corner is found, as in transformers' unpadding.
+    """
+    outputs = []
+    for row in range(query.shape[0]):
+        real = torch.ones(key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask[row].bool()
+        k, v, q = key[row][:, real], value[row][:, real], query[row]
+        gap = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+        seen = (gap >= 0) if sliding_window is None else (gap >= 0) & (gap < sliding_window)
+        scores = (q @ k.mT * scaling).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.stack(outputs), None
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+@pytest.mark.parametrize("persistent", [0, 3])
+def test_what_flash_attention_is_told_is_enough(name: str, persistent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No flash kernel runs without a GPU: a stand-in that knows only what flash attention knows takes its place."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash_contract)
+    model = zoo.build(name, torch.float64, num_persistent_tokens=persistent).eval()
+    ids, mask = zoo.tokens(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            module.config._attn_implementation_internal = "flash_attention_2"
+    cache = MemoryCache(model.config)
+    sees_prefix_beyond_window = persistent > 0 and model.config.variant == "mag"
+    if sees_prefix_beyond_window:
+        with pytest.raises(ValueError, match="cannot show 3 persistent tokens beyond a sliding window"):
+            model(ids)
+        return
+    with torch.no_grad():
+        parts = [
+            model(ids[:, low:high], attention_mask=mask[:, :high], cache=cache).logits
+            for low, high in ((0, 19), (19, 20), (20, TOKENS))
+        ]
+    close(torch.cat(parts, dim=1), want, MODEL[torch.float64])
