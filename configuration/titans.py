@@ -30,8 +30,8 @@ class TitansConfig(MemoryConfig):
         use_retention: whether the memory decays.
         max_step_size: upper end of the inner step size; `None` for `min(1, 4 / chunk_size)`, since a chunk applies up
             to `chunk_size` steps taken at one point.
-        max_gradient_norm: bound of one token's inner gradient, `None` for none. Not in the paper: far above the norms of
-            a healthy memory, it keeps one that a bad step has thrown off from growing without limit.
+        max_gradient_norm: bound of one token's inner gradient, `None` for none. Not in the paper: far above the norms
+            of a healthy memory, it keeps one that a bad step has thrown off from growing without limit.
         chunk_size: tokens whose gradients share an anchor. Part of the model: weights trained with one size are not
             meant for another.
         num_persistent_tokens: learned tokens in front of every sequence, per layer.

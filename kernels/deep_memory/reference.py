@@ -58,8 +58,8 @@ def deep_memory(
             deltas[layer] = deltas[layer] * open_weight[layer][:, :, :, 0]
             inputs[layer + 1] = inputs[layer + 1] * open_weight[layer][:, :, :, 0]
 
-        square = sum(x.square().sum(-1) * d.square().sum(-1) for x, d in zip(inputs, deltas, strict=True))  # |u_t|^2
-        shorten = (square / max_gradient_norm**2).clamp(min=1).rsqrt()
+        squares = [x.square().sum(-1) * d.square().sum(-1) for x, d in zip(inputs, deltas, strict=True)]
+        shorten = (torch.stack(squares).sum(0) / max_gradient_norm**2).clamp(min=1).rsqrt()
         deltas = [shorten[..., None] * d for d in deltas]
 
         new_weights, new_slots = [], []

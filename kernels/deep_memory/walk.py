@@ -232,8 +232,8 @@ def inner_gradients(
         deltas.insert(0, _masked(network, back[0] * slopes[layer - 1], is_open, layer))
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
-        square = sum(_squares(x) * _squares(d) for x, d in zip(inputs, deltas, strict=True))
-        clip = (square / network.max_gradient_norm**2).clamp(min=1).rsqrt()
+        squares = [_squares(x) * _squares(d) for x, d in zip(inputs, deltas, strict=True)]
+        clip = (torch.stack(squares).sum(0) / network.max_gradient_norm**2).clamp(min=1).rsqrt()
         deltas = [d * clip for d in deltas]
     return Inner(inputs, deltas, unclipped, clip, back, slopes, curvatures)
 
