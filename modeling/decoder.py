@@ -320,10 +320,11 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         if next_sequence_length is not None and next_sequence_length <= 0:
+            given = input_ids.shape[1]
             raise ValueError(
-                f"generate: {input_ids.shape[1]} input tokens with a mask of the same length, but the cache has already "
-                f"read {input_ids.shape[1] - next_sequence_length} columns. Pass the whole sequence, or only the new "
-                "tokens with an attention_mask that covers the whole sequence."
+                f"generate: {given} input tokens with a mask of the same length, but the cache has already read "
+                f"{given - next_sequence_length} columns. Pass the whole sequence, or only the new tokens with an "
+                "attention_mask that covers the whole sequence."
             )
         return super().prepare_inputs_for_generation(
             input_ids,

@@ -23,17 +23,8 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.deep_memory import DeepMemoryState
-from memzoo.kernels.deep_memory.walk import (
-    Coefficients,
-    Ends,
-    Network,
-    Tensors,
-    Walk,
-    advance,
-    inner_gradients,
-    read,
-    walk,
-)
+from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
+from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
 
 def deep_memory(
@@ -66,7 +57,7 @@ def deep_memory(
     if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable:
         return _step(network, query, key, value, log_retention, log_momentum, step_size, state, unlock)
 
-    grid = Grid.of(state, query.shape[1], chunk_size, lengths)
+    grid = Grid.of(state, query.shape[1], chunk_size, lengths, unlock)
     coefficients, is_open, final = _coefficients(
         None if log_retention is None else grid.chunks(log_retention),
         None if log_momentum is None else grid.chunks(log_momentum),
@@ -125,22 +116,31 @@ class Grid:
     ends: Ends
 
     @staticmethod
-    def of(state: DeepMemoryState, new: int, size: int, lengths: Tensor | None) -> Grid:
+    def of(state: DeepMemoryState, new: int, size: int, lengths: Tensor | None, unlock: tuple[int, ...]) -> Grid:
         batch, heads = state.write.shape[:2]
-        held = state.position % size if state.inputs else None
-        if held is None and lengths is None:  # known without looking at a tensor
+        if not state.inputs and lengths is None:  # no token read yet: all is known without looking at a tensor
             whole, rest = divmod(new, size)
+            count = -(-new // size)
+            open_blocks = _open_blocks(0, count, size, unlock)
             if rest == 0:
-                return Grid(batch, heads, new, whole, size, None, None, None, Ends())
-            ends = Ends(None, torch.full_like(state.position, whole).repeat_interleave(heads), whole, whole)
-            return Grid(batch, heads, new, whole + 1, size, None, None, torch.full_like(state.position, rest), ends)
+                return Grid(batch, heads, new, count, size, None, None, None, Ends(open_blocks=open_blocks))
+            done = torch.full_like(state.position, whole).repeat_interleave(heads)
+            filled = torch.full_like(state.position, rest)
+            return Grid(batch, heads, new, count, size, None, None, filled, Ends(None, done, whole, whole, open_blocks))
+        held = state.position % size if state.inputs else None
         total = torch.full_like(state.position, new) if lengths is None else lengths
         if held is not None:
             total = total + held
         fewest, most = (int(x) for x in torch.aminmax(total))
-        done = (total // size).repeat_interleave(heads)
-        ends = Ends(None if held is None else held.repeat_interleave(heads), done, fewest // size, most // size)
         count = max(1, -(-most // size))
+        latest = 0 if held is None or len(unlock) == 1 else int((state.position - held).max())
+        ends = Ends(
+            held=None if held is None else held.repeat_interleave(heads),
+            done=(total // size).repeat_interleave(heads),
+            fewest=fewest // size,
+            most=most // size,
+            open_blocks=_open_blocks(latest, count, size, unlock),
+        )
         return Grid(batch, heads, new, count, size, held, lengths, total % size, ends)
 
     def chunks(self, x: Tensor) -> Tensor:
@@ -171,6 +171,12 @@ class Grid:
         if y.shape[1] < self.new:  # no row is as long as the padding
             return torch.cat([y, y.new_zeros(y.shape[0], self.new - y.shape[1], *y.shape[2:])], dim=1)
         return y[:, : self.new]
+
+
+def _open_blocks(start: int, count: int, size: int, unlock: tuple[int, ...]) -> tuple[int, ...]:
+    """For each chunk the blocks that open before its last token, when the first chunk starts after `start` tokens."""
+    ends = (start + (chunk + 1) * size for chunk in range(count))
+    return () if len(unlock) == 1 else tuple(sum(opens < end for opens in unlock) for end in ends)
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:

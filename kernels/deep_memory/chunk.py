@@ -1,0 +1,449 @@
+"""A chunk of the deep memory as matrix products, forward and backward.
+
+Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Nothing runs
+under autograd; each backward is written out below its forward.
+
+For layer l with inputs `x`, deltas `d` (C tokens) and the coefficients of `Coefficients`, a read and the next anchor
+are
+
+    y = keep (z W^T) + momentum_read (z S^T) - (z x^T * write) d
+    W' = keep_end W + momentum_read_end S - (d * write_end)^T x
+    S' = momentum_keep_end S - (d * momentum_write_end)^T x
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memzoo.kernels.deep_memory import block_of_unit
+from memzoo.kernels.deep_memory.activations import ACTIVATION
+
+
+class Coefficients(NamedTuple):
+    """Of every chunk; `[N, ...]`, or of one, without the N."""
+
+    keep: Tensor
+    """Of the anchor's weights in `M_t`, `[M, C, E]`; 0 where the block is closed."""
+    momentum_read: Tensor
+    """Of the anchor's momentum in `M_t`, `[M, C, E]`."""
+    write: Tensor
+    """Of token i's gradient in `M_t`, `[M, C, C]`."""
+    keep_end: Tensor
+    """Of the anchor's weights in the next anchor's, `[M, E]`; 1 where the block stays closed."""
+    momentum_read_end: Tensor
+    """Of the anchor's momentum in the next anchor's weights, `[M, E]`."""
+    momentum_keep_end: Tensor
+    """Of the anchor's momentum in the next anchor's, `[M, E]`."""
+    momentum_write_end: Tensor
+    """Of token i's gradient in the next anchor's momentum, `[M, C]`."""
+
+    def at(self, chunk: int, blocks: int) -> Coefficients:
+        """Those of one chunk and of the first blocks."""
+        one = Coefficients(*(x[chunk] for x in self))
+        per_block = ("keep", "momentum_read", "keep_end", "momentum_read_end", "momentum_keep_end")
+        return one._replace(**{name: getattr(one, name)[..., :blocks] for name in per_block})
+
+    @property
+    def write_end(self) -> Tensor:
+        return self.write[..., -1, :]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The memory's network and how its weights fall into capacity blocks.
+
+    Args:
+        widths: key, hidden..., value widths.
+        activation: name of the activation.
+        residual: whether the input is added to the output.
+        momentum: whether there is momentum.
+        blocks: E.
+        max_gradient_norm: bound of a token's inner gradient; infinity for none.
+    """
+
+    widths: tuple[int, ...]
+    activation: str
+    residual: bool
+    momentum: bool
+    blocks: int
+    max_gradient_norm: float
+
+    @property
+    def depth(self) -> int:
+        return len(self.widths) - 1
+
+    def narrowed(self, open_blocks: int) -> Network:
+        """The network of the first blocks alone: closed ones neither read nor write nor change.
+
+        A lone layer's blocks are key coordinates, which its residual needs whole; it stays as it is.
+        """
+        if self.depth == 1 or open_blocks >= self.blocks:
+            return self
+        hidden = (width // self.blocks * open_blocks for width in self.widths[1:-1])
+        return replace(self, widths=(self.widths[0], *hidden, self.widths[-1]), blocks=open_blocks)
+
+    def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
+        """This network's part of weights and momentum `[M, out, in]` of a wider one."""
+        layers = [*range(self.depth)] * (len(memory) // self.depth)
+        return [x[:, : self.widths[at + 1], : self.widths[at]] for x, at in zip(memory, layers, strict=True)]
+
+    def of_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """This network's part of inputs and deltas `[M, C, units]` of a wider one."""
+        return [x[..., :width] for x, width in zip(rows, self.row_widths, strict=True)]
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of a token's inputs, then deltas."""
+        return (*self.widths[:-1], *self.widths[1:])
+
+    def gates_inputs(self, layer: int) -> bool:
+        """Whether the blocks of a layer's weights are those of its inputs (else of its outputs).
+
+        The last layer's outputs are the read-out, which no block owns; a lone layer's blocks are key coordinates.
+        """
+        return layer == self.depth - 1
+
+    def is_between(self, layer: int) -> bool:
+        """Whether a layer joins two hidden layers, so that both ends of a weight must be open."""
+        return 0 < layer < self.depth - 1 and self.blocks > 1
+
+    def masks(self, position: int) -> bool:
+        """Whether the units at a position (0: keys, depth: outputs) form capacity blocks."""
+        return self.blocks > 1 and (0 < position < self.depth or (self.depth == 1 and position == 0))
+
+    def scale(self, x: Tensor, c: Tensor, position: int) -> Tensor:
+        """Units `x` `[..., units]` times their block's `c` `[..., E]`."""
+        width = self.widths[position]
+        if self.blocks == 1:
+            return x * c
+        if width % self.blocks == 0:
+            return (x.unflatten(-1, (self.blocks, -1)) * c[..., None]).flatten(-2)
+        return x * c[..., block_of_unit(width, self.blocks, x.device)]
+
+    def per_block(self, x: Tensor, position: int) -> Tensor:
+        """Sum over the units of each block, `[..., units]` to `[..., E]`."""
+        width = self.widths[position]
+        if self.blocks == 1:
+            return x.sum(-1, keepdim=True)
+        if width % self.blocks == 0:
+            return x.unflatten(-1, (self.blocks, -1)).sum(-1)
+        block = block_of_unit(width, self.blocks, x.device)
+        return x.new_zeros(*x.shape[:-1], self.blocks).index_add_(-1, block, x)
+
+    def _block_between(self, layer: int, device: torch.device) -> Tensor:
+        into = block_of_unit(self.widths[layer], self.blocks, device)
+        out = block_of_unit(self.widths[layer + 1], self.blocks, device)
+        return torch.maximum(out[:, None], into)
+
+    def per_weight(self, x: Tensor, layer: int) -> Tensor:
+        """`[M, E]` to a factor of the weights `[M, out, in]`."""
+        if self.is_between(layer):
+            return x[:, self._block_between(layer, x.device)]
+        inputs = self.gates_inputs(layer)
+        if self.blocks > 1:
+            x = x[:, block_of_unit(self.widths[layer if inputs else layer + 1], self.blocks, x.device)]
+        return x[:, None, :] if inputs else x[:, :, None]
+
+    def per_weight_block(self, x: Tensor, layer: int) -> Tensor:
+        """Sum over the weights of each block, `[M, out, in]` to `[M, E]`."""
+        if self.is_between(layer):
+            block = self._block_between(layer, x.device).flatten()
+            return x.new_zeros(x.shape[0], self.blocks).index_add_(1, block, x.flatten(1))
+        if self.gates_inputs(layer):
+            return self.per_block(x.sum(1), layer)
+        return self.per_block(x.sum(2), layer + 1)
+
+
+# A product with an anchor ----------------------------------------------------------------------------------------
+
+
+def _product(network: Network, layer: int, z: Tensor, weight: Tensor, c: Tensor) -> Tensor:
+    """`(c * W) z` for tokens `z` `[M, t, in]`, where each weight takes the coefficient `c` `[M, t, E]` of its block."""
+    if network.is_between(layer):
+        return sum(
+            (_shell_product(network, layer, z, weight, c, block) for block in range(network.blocks)),
+            z.new_zeros(*z.shape[:-1], weight.shape[1]),
+        )
+    if network.gates_inputs(layer):
+        return network.scale(z, c, layer) @ weight.mT
+    return network.scale(z @ weight.mT, c, layer + 1)
+
+
+def _shells(network: Network, layer: int, block: int) -> list[tuple[slice, slice]]:
+    """The weights of a block between two hidden layers, an L of two rectangles `(out, in)`."""
+
+    def bounds(width: int) -> tuple[int, int]:
+        size = width // network.blocks
+        return block * size, width if block == network.blocks - 1 else (block + 1) * size
+
+    (in_low, in_high), (out_low, out_high) = bounds(network.widths[layer]), bounds(network.widths[layer + 1])
+    return [(slice(out_low, out_high), slice(0, in_high)), (slice(0, out_low), slice(in_low, in_high))]
+
+
+def _shell_product(network: Network, layer: int, z: Tensor, weight: Tensor, c: Tensor, block: int) -> Tensor:
+    y = z.new_zeros(*z.shape[:-1], weight.shape[1])
+    for out, into in _shells(network, layer, block):
+        y[..., out] += (z[..., into] @ weight[:, out, into].mT) * c[..., block, None]
+    return y
+
+
+def _product_backward(
+    network: Network, layer: int, g: Tensor, z: Tensor, weight: Tensor, c: Tensor, d_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `z` and `c`; that of the weight is added to `d_weight`."""
+    if network.is_between(layer):
+        dz, dc = torch.zeros_like(z), torch.zeros_like(c)
+        for block in range(network.blocks):
+            for out, into in _shells(network, layer, block):
+                g_out, z_in, w = g[..., out], z[..., into], weight[:, out, into]
+                g_w = g_out @ w
+                dz[..., into] += g_w * c[..., block, None]
+                dc[..., block] += (z_in * g_w).sum(-1)
+                d_weight[:, out, into] += (g_out * c[..., block, None]).mT @ z_in
+        return dz, dc
+    if network.gates_inputs(layer):
+        g_w = g @ weight
+        d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
+        dz = network.scale(g_w, c, layer)
+        return dz, network.per_block(g_w.mul_(z), layer)
+    g_c = network.scale(g, c, layer + 1)
+    d_weight.baddbmm_(g_c.mT, z)
+    return g_c @ weight, network.per_block((z @ weight.mT).mul_(g), layer + 1)
+
+
+# A chunk ---------------------------------------------------------------------------------------------------------
+
+
+class Inner(NamedTuple):
+    """The tokens' inner gradients at an anchor, and what their backward needs."""
+
+    inputs: list[Tensor]
+    deltas: list[Tensor]
+    unclipped: list[Tensor]
+    """The deltas before the bound on the gradient's norm."""
+    clip: Tensor | None
+    """The factor that keeps the gradient's norm within its bound, `[M, t, 1]`; `None` without a bound."""
+    back: list[Tensor]
+    """What came back to each hidden layer, before its slope."""
+    slopes: list[Tensor]
+    curvatures: list[Tensor]
+
+
+def inner_gradients(
+    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None, order: int = 1
+) -> Inner:
+    """Layer inputs and deltas of `1/2 |M(k) - v|^2` at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
+    act = ACTIVATION[network.activation]
+    inputs, slopes, curvatures = [_masked(network, key, is_open, 0)], [], []
+    for layer, weight in enumerate(weights):
+        hidden = inputs[layer] @ weight.mT
+        if layer < network.depth - 1:
+            x, *more = act.derivatives(hidden, order)
+            inputs.append(_masked(network, x, is_open, layer + 1))
+            slopes.append(more[0])
+            curvatures.extend(more[1:])
+    delta = hidden.sub_(value)
+    deltas = [delta.add_(key) if network.residual else delta]
+    back: list[Tensor] = []
+    for layer in range(network.depth - 1, 0, -1):
+        back.insert(0, deltas[0] @ weights[layer])
+        deltas.insert(0, _masked(network, back[0] * slopes[layer - 1], is_open, layer))
+    unclipped, clip = deltas, None
+    if network.max_gradient_norm < math.inf:
+        squares = [_squares(x) * _squares(d) for x, d in zip(inputs, deltas, strict=True)]
+        clip = (torch.stack(squares).sum(0) / network.max_gradient_norm**2).clamp(min=1).rsqrt()
+        deltas = [d * clip for d in deltas]
+    return Inner(inputs, deltas, unclipped, clip, back, slopes, curvatures)
+
+
+def _squares(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+
+
+def _clip_backward(network: Network, inner: Inner, d_inputs: list[Tensor], d_deltas: list[Tensor]) -> None:
+    """From gradients of the clipped deltas to those of the unclipped ones; adds to the inputs'."""
+    if inner.clip is None:
+        return
+    clip = inner.clip
+    d_clip = sum((d * delta).sum(-1, keepdim=True) for d, delta in zip(d_deltas, inner.unclipped, strict=True))
+    common = torch.where(clip < 1, -d_clip * clip**3 / network.max_gradient_norm**2, 0)
+    for layer, (x, delta) in enumerate(zip(inner.inputs, inner.unclipped, strict=True)):
+        d_inputs[layer] = torch.addcmul(d_inputs[layer], x, common * _squares(delta))
+        d_deltas[layer] = torch.addcmul(d_deltas[layer] * clip, delta, common * _squares(x))
+
+
+def inner_backward(
+    network: Network,
+    weights: Sequence[Tensor],
+    inner: Inner,
+    is_open: Tensor | None,
+    d_inputs: list[Tensor],
+    d_deltas: list[Tensor],
+    d_weights: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of key and value; those of the weights are added to `d_weights`."""
+    depth = network.depth
+    _clip_backward(network, inner, d_inputs, d_deltas)
+    d_hidden = []
+    for layer in range(depth - 1):
+        d_delta = _masked(network, d_deltas[layer], is_open, layer + 1)
+        d_back = d_delta * inner.slopes[layer]
+        d_hidden.append((d_delta * inner.back[layer]).mul_(inner.curvatures[layer]))
+        d_deltas[layer + 1] = torch.baddbmm(d_deltas[layer + 1], d_back, weights[layer + 1].mT)
+        d_weights[layer + 1].baddbmm_(inner.unclipped[layer + 1].mT, d_back)
+    d_error = d_deltas[-1]
+    d_hidden.append(d_error)
+    for layer in range(depth - 1, -1, -1):
+        d_weights[layer].baddbmm_(d_hidden[layer].mT, inner.inputs[layer])
+        d_x = torch.baddbmm(d_inputs[layer], d_hidden[layer], weights[layer])
+        d_x = _masked(network, d_x, is_open, layer)
+        if layer > 0:
+            d_hidden[layer - 1].addcmul_(d_x, inner.slopes[layer - 1])
+    return (d_x + d_error if network.residual else d_x), -d_error
+
+
+def _masked(network: Network, x: Tensor, is_open: Tensor | None, position: int) -> Tensor:
+    if is_open is None or not network.masks(position):
+        return x
+    return network.scale(x, is_open, position)
+
+
+class Read(NamedTuple):
+    """What the backward of a read needs, per layer."""
+
+    z: list[Tensor]
+    scores: list[Tensor]
+    slopes: list[Tensor]
+
+
+def read(
+    network: Network,
+    query: Tensor,
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+    keep: Tensor,
+    momentum_read: Tensor,
+    write: Tensor,
+    order: int = 0,
+) -> tuple[Tensor, Read]:
+    """`M_t(q_t)` for queries `[M, t, K]`."""
+    act = ACTIVATION[network.activation]
+    z = query
+    kept = Read([], [], [])
+    for layer, weight in enumerate(weights):
+        scores = z @ inputs[layer].mT
+        y = _product(network, layer, z, weight, keep)
+        if network.momentum:
+            y += _product(network, layer, z, slots[layer], momentum_read)
+        y = y.baddbmm_(scores * write, deltas[layer], alpha=-1)
+        kept.z.append(z)
+        kept.scores.append(scores)
+        if layer < network.depth - 1:
+            z, *slope = act.derivatives(y, order) if order else [act.value(y)]
+            kept.slopes.extend(slope)
+    return (y.add_(query) if network.residual else y), kept
+
+
+def read_backward(
+    network: Network,
+    d_output: Tensor,
+    kept: Read,
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    inner: Inner,
+    c: Coefficients,
+    d_c: Coefficients,
+    d_weights: Sequence[Tensor],
+    d_slots: Sequence[Tensor],
+    d_inputs: Sequence[Tensor],
+    d_deltas: Sequence[Tensor],
+) -> Tensor:
+    """Gradient of the query; all others are added to what is given."""
+    g = d_output
+    for layer in range(network.depth - 1, -1, -1):
+        z = kept.z[layer]
+        dz, d_keep = _product_backward(network, layer, g, z, weights[layer], c.keep, d_weights[layer])
+        d_c.keep.add_(d_keep)
+        if network.momentum:
+            more, d_read = _product_backward(network, layer, g, z, slots[layer], c.momentum_read, d_slots[layer])
+            dz += more
+            d_c.momentum_read.add_(d_read)
+        d_weighted = g @ inner.deltas[layer].mT
+        d_c.write.addcmul_(d_weighted, kept.scores[layer], value=-1)
+        d_scores = d_weighted.mul_(c.write)
+        d_deltas[layer].baddbmm_((kept.scores[layer] * c.write).mT, g, alpha=-1)
+        d_inputs[layer].baddbmm_(d_scores.mT, z, alpha=-1)
+        dz.baddbmm_(d_scores, inner.inputs[layer], alpha=-1)
+        g = dz.mul_(kept.slopes[layer - 1]) if layer > 0 else dz
+    return g + d_output if network.residual else g
+
+
+def advance(
+    network: Network,
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+    keep: Tensor,
+    momentum_read: Tensor,
+    momentum_keep: Tensor,
+    write: Tensor,
+    momentum_write: Tensor,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The next anchor's weights and momentum, from the coefficients `[M, E]` and `[M, C]` at the chunk's end."""
+    new_weights, new_slots = [], []
+    for layer in range(network.depth):
+        weight = network.per_weight(keep, layer) * weights[layer]
+        if network.momentum:
+            weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
+            slot = network.per_weight(momentum_keep, layer) * slots[layer]
+            new_slots.append(slot.baddbmm_((deltas[layer] * momentum_write[..., None]).mT, inputs[layer], alpha=-1))
+        new_weights.append(weight.baddbmm_((deltas[layer] * write[..., None]).mT, inputs[layer], alpha=-1))
+    return new_weights, new_slots
+
+
+def advance_backward(
+    network: Network,
+    d_new_weights: Sequence[Tensor],
+    d_new_slots: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    inner: Inner,
+    c: Coefficients,
+    d_c: Coefficients,
+    d_inputs: Sequence[Tensor],
+    d_deltas: Sequence[Tensor],
+) -> list[Tensor]:
+    """Gradients of weights, then momentum; all others are added to what is given."""
+    d_weights, d_slots = [], []
+    for layer in range(network.depth):
+        x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
+        d_weights.append(network.per_weight(c.keep_end, layer) * dw)
+        d_c.keep_end.add_(network.per_weight_block(dw * weights[layer], layer))
+        _row_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
+        if network.momentum:
+            ds = d_new_slots[layer]
+            d_slot = network.per_weight(c.momentum_read_end, layer) * dw
+            d_slots.append(d_slot.addcmul_(network.per_weight(c.momentum_keep_end, layer), ds))
+            d_c.momentum_read_end.add_(network.per_weight_block(dw * slots[layer], layer))
+            d_c.momentum_keep_end.add_(network.per_weight_block(ds * slots[layer], layer))
+            _row_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer])
+    return [*d_weights, *d_slots]
+
+
+def _row_backward(
+    g: Tensor, x: Tensor, delta: Tensor, write: Tensor, d_write: Tensor, d_input: Tensor, d_delta: Tensor
+) -> None:
+    """Backward of `-(delta * write)^T x`, `g` being the gradient of that sum; adds to the last three."""
+    xg = x @ g.mT
+    d_write.sub_((delta * xg).sum(-1))
+    d_delta.addcmul_(xg, write[..., None], value=-1)
+    d_input.baddbmm_(delta * write[..., None], g, alpha=-1)
