@@ -65,9 +65,7 @@ class Op:
 
 
 def explain(op: Op, problem: Problem) -> dict[str, str | None]:
-    """The backends of `op`, fastest first, each with the reason why it refuses `problem`, or `None` if it accepts
-    it.
-    """
+    """The backends of `op`, fastest first, each with the reason why it refuses `problem` (`None`: it accepts)."""
     return {backend.name: backend.supports(problem) for backend in op.backends}
 
 

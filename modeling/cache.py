@@ -131,8 +131,11 @@ class MemoryCache(Cache):
         self.columns = 0
 
     def detach(self) -> MemoryCache:
-        """Cut the graph behind the states, between two segments of truncated back-propagation. Returns the cache."""
-        self._map(lambda x: x.detach())
+        """Cut the graph behind the states, between two segments of truncated back-propagation. Returns the cache.
+
+        A cache filled under `torch.inference_mode` can be trained on after this.
+        """
+        self._map(lambda x: x.clone() if x.is_inference() else x.detach())
         return self
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

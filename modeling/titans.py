@@ -123,9 +123,7 @@ class MAG(Wiring):
 
 
 class MAL(Wiring):
-    """Sliding-window attention over the memory's outputs (Titans Eq 29-31); the persistent tokens' outputs come
-    first.
-    """
+    """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31)."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

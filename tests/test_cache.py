@@ -132,6 +132,21 @@ def test_refusals(name: str) -> None:
     assert cache.get_max_length() == -1
 
 
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_gradient_modes_may_change_on_one_cache(name: str) -> None:
+    """Read under inference mode, continued without gradients, with them, and under inference mode again."""
+    model, rest, _, want = filled(name)
+    cache = MemoryCache(model.config)
+    with torch.inference_mode():
+        model(zoo.tokens(3, FIRST + REST)[:, :FIRST], cache=cache)
+    parts = [read(model, rest[:, :1], cache)]
+    with torch.inference_mode():
+        parts.append(model(rest[:, 1:2], cache=cache).logits)
+    parts.append(model(rest[:, 2:3], cache=cache.detach()).logits)
+    parts.append(read(model, rest[:, 3:], cache))
+    close(torch.cat(parts, dim=1), want, BOUND)
+
+
 # Memories in files ---------------------------------------------------------------------------------------------------
 
 _CONTINUE = """
@@ -191,9 +206,7 @@ def test_a_memory_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> Non
     save_file(load_file(path), tmp_path / "plain.safetensors")
     with pytest.raises(ValueError, match="holds no memory"):
         load_memory(tmp_path / "plain.safetensors", model)
-    with pytest.raises(
-        ValueError, match="a forward pass of a living model has filled, got an empty"
-    ):
+    with pytest.raises(ValueError, match="a forward pass of a living model has filled, got an empty"):
         save_memory(MemoryCache(model.config), tmp_path / "none.safetensors")
     assert not (tmp_path / "none.safetensors").exists()
 

@@ -21,8 +21,7 @@ running chunk the layer inputs `x_{l-1}` and deltas `d_l` of its rank-one gradie
     M_t = weight_keep M_anchor + momentum_read S_anchor - sum_i write_i          d_i x_i^T
     S_t =                        momentum_keep S_anchor - sum_i momentum_write_i d_i x_i^T
 
-The chunk size is part of the model, not a tile size: every backend and every way of cutting a sequence gives the same
-values.
+The chunk size is part of the model, not a tile size: every backend and every cut of a sequence gives the same values.
 """
 
 from __future__ import annotations
@@ -129,7 +128,8 @@ def deep_memory(
         log_retention: log of the keep factor, `[B, T, H]`, in `[-inf, 0]`; `None` keeps everything.
         log_momentum: log of the momentum decay, `[B, T, H]`, in `[-inf, 0]`; `None` for plain gradient descent.
         step_size: inner step size, `[B, T, H]`, at least 0.
-        state: from `initial_state` or from an earlier call.
+        state: from `initial_state` or from an earlier call. Without gradients a call with one token may write its row
+            into the state's buffers: copy a state from which two texts shall go on.
         chunk_size: C, at least 1.
         activation: one of `ACTIVATIONS` (all map 0 to 0).
         residual: whether `M(x)` adds its input.
@@ -216,9 +216,7 @@ def block_of_weight(layer: int, state: DeepMemoryState) -> Tensor:
 
 
 def materialize(state: DeepMemoryState) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The weights `M_t` and momentum `S_t` after the last token, each `[B, H, out_l, in_l]`, out of the factored
-    state.
-    """
+    """The weights `M_t` and momentum `S_t` after the last token, each `[B, H, out_l, in_l]`."""
     weights, momentum = [], []
     for layer, anchor in enumerate(state.weights):
         block = block_of_weight(layer, state)

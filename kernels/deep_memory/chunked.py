@@ -305,8 +305,9 @@ def _step(
     state: DeepMemoryState,
     unlock: tuple[int, ...],
 ) -> tuple[Tensor, DeepMemoryState]:
-    """One token, without autograd: one more row of factors, written in place; new weights only when it completes a
-    chunk.
+    """One token, without autograd: one more row of factors, and new weights only when it completes a chunk.
+
+    The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
     """
     batch, heads, size = state.write.shape
     row = state.position % size
@@ -321,13 +322,12 @@ def _step(
     inner = inner_gradients(network, weights, k, v, opened)
     at = row.repeat_interleave(heads)[:, None, None]
     rows = [
-        old.flatten(0, 1).scatter_(1, at.expand(-1, 1, new.shape[2]), new)
+        _writable(old).flatten(0, 1).scatter_(1, at.expand(-1, 1, new.shape[2]), new)
         for old, new in zip((*state.inputs, *state.deltas), (*inner.inputs, *inner.deltas), strict=True)
     ]
     inputs, deltas = rows[: network.depth], rows[network.depth :]
 
-    # The recurrences S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[M, C]` and `[M,
-    # E]`.
+    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[M, C]` and `[M, E]`.
     write, momentum_write, keep, momentum_read, momentum_keep = (x.flatten(0, 1) for x in state[4:9])
     retention = 1.0 if log_retention is None else log_retention.exp().flatten()[:, None]
     before = (keep, momentum_read, momentum_keep)
@@ -383,3 +383,8 @@ def _step(
         position=state.position + 1,
     )
     return output.unflatten(0, (batch, heads)).movedim(1, 2), new_state
+
+
+def _writable(x: Tensor) -> Tensor:
+    """A tensor made under `torch.inference_mode` can be written there only."""
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x

@@ -63,9 +63,7 @@ def short_conv(
 
 
 def new_tail(padded: Tensor, before: int, lengths: Tensor | None) -> Tensor:
-    """The `before` tokens that end at each row's last real token, out of `padded` = tail and new tokens `[B, W-1+T,
-    D]`.
-    """
+    """The `before` tokens that end at each row's last real one; `padded` is tail and new tokens, `[B, W-1+T, D]`."""
     if lengths is None:
         return padded[:, padded.shape[1] - before :]
     index = lengths[:, None] + torch.arange(before, device=padded.device)
