@@ -1,0 +1,1 @@
+"""What a model is: configurations, without torch."""

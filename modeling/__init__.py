@@ -1,0 +1,1 @@
+"""How a model computes: decoder, cache, sequences, mixers and architectures."""
