@@ -17,6 +17,8 @@ from torch import Tensor
 class Activation(NamedTuple):
     value: Callable[[Tensor], Tensor]
     """`h -> act(h)`."""
+    pullback: Callable[[Tensor, Tensor], Tensor]
+    """`r, h -> r act'(h)`."""
     derivatives: Callable[[Tensor, int], list[Tensor]]
     """`h, order -> [act(h), act'(h), ...]` up to that order, at most 2."""
 
@@ -67,10 +69,14 @@ def _tanh(h: Tensor, order: int) -> list[Tensor]:
     return [t, slope, -2 * t * slope][: order + 1]
 
 
+def _pullback(derivatives: Callable[[Tensor, int], list[Tensor]]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda r, h: r * derivatives(h, 1)[1]
+
+
 ACTIVATION: dict[str, Activation] = {
-    "gelu": Activation(F.gelu, _gelu),
-    "gelu_tanh": Activation(lambda h: F.gelu(h, approximate="tanh"), _gelu_tanh),
-    "silu": Activation(F.silu, _silu),
-    "relu": Activation(F.relu, _relu),
-    "tanh": Activation(torch.tanh, _tanh),
+    "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward, _gelu),  # torch has the pullback as one kernel
+    "gelu_tanh": Activation(lambda h: F.gelu(h, approximate="tanh"), _pullback(_gelu_tanh), _gelu_tanh),
+    "silu": Activation(F.silu, _pullback(_silu), _silu),
+    "relu": Activation(F.relu, _pullback(_relu), _relu),
+    "tanh": Activation(torch.tanh, _pullback(_tanh), _tanh),
 }

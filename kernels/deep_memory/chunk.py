@@ -109,6 +109,12 @@ class Network:
         """
         return layer == self.depth - 1
 
+    def scales_inputs(self, layer: int) -> bool:
+        """Whether coefficients are put on a layer's inputs (else on its outputs): with one block, the narrower side."""
+        if self.blocks == 1:
+            return self.widths[layer] <= self.widths[layer + 1]
+        return self.gates_inputs(layer)
+
     def is_between(self, layer: int) -> bool:
         """Whether a layer joins two hidden layers, so that both ends of a weight must be open."""
         return 0 < layer < self.depth - 1 and self.blocks > 1
@@ -163,16 +169,29 @@ class Network:
 # A product with an anchor ----------------------------------------------------------------------------------------
 
 
-def _product(network: Network, layer: int, z: Tensor, weight: Tensor, c: Tensor) -> Tensor:
-    """`(c * W) z` for tokens `z` `[M, t, in]`, where each weight takes the coefficient `c` `[M, t, E]` of its block."""
+def _anchor_product(
+    network: Network, layer: int, z: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
+    """`sum (c * W) z` over pairs `W, c` for tokens `z` `[M, t, in]`: each weight takes its block's `c` `[M, t, E]`.
+
+    Also returns the products `W z` where it is they that are scaled: their backward needs them.
+    """
     if network.is_between(layer):
-        return sum(
-            (_shell_product(network, layer, z, weight, c, block) for block in range(network.blocks)),
-            z.new_zeros(*z.shape[:-1], weight.shape[1]),
-        )
-    if network.gates_inputs(layer):
-        return network.scale(z, c, layer) @ weight.mT
-    return network.scale(z @ weight.mT, c, layer + 1)
+        y = z.new_zeros(*z.shape[:-1], pairs[0][0].shape[1])
+        for weight, c in pairs:
+            for block in range(network.blocks):
+                for out, into in _shells(network, layer, block):
+                    y[..., out] += (z[..., into] @ weight[:, out, into].mT) * c[..., block, None]
+        return y, []
+    if network.scales_inputs(layer):
+        (weight, c), *others = pairs
+        y = network.scale(z, c, layer) @ weight.mT
+        for weight, c in others:
+            y.baddbmm_(network.scale(z, c, layer), weight.mT)
+        return y, []
+    plain = [z @ weight.mT for weight, _ in pairs]
+    scaled = [network.scale(x, c, layer + 1) for x, (_, c) in zip(plain, pairs, strict=True)]
+    return (scaled[0] if len(scaled) == 1 else scaled[0].add_(scaled[1])), plain
 
 
 def _shells(network: Network, layer: int, block: int) -> list[tuple[slice, slice]]:
@@ -186,35 +205,37 @@ def _shells(network: Network, layer: int, block: int) -> list[tuple[slice, slice
     return [(slice(out_low, out_high), slice(0, in_high)), (slice(0, out_low), slice(in_low, in_high))]
 
 
-def _shell_product(network: Network, layer: int, z: Tensor, weight: Tensor, c: Tensor, block: int) -> Tensor:
-    y = z.new_zeros(*z.shape[:-1], weight.shape[1])
-    for out, into in _shells(network, layer, block):
-        y[..., out] += (z[..., into] @ weight[:, out, into].mT) * c[..., block, None]
-    return y
-
-
-def _product_backward(
-    network: Network, layer: int, g: Tensor, z: Tensor, weight: Tensor, c: Tensor, d_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `z` and `c`; that of the weight is added to `d_weight`."""
-    if network.is_between(layer):
-        dz, dc = torch.zeros_like(z), torch.zeros_like(c)
-        for block in range(network.blocks):
-            for out, into in _shells(network, layer, block):
-                g_out, z_in, w = g[..., out], z[..., into], weight[:, out, into]
-                g_w = g_out @ w
-                dz[..., into] += g_w * c[..., block, None]
-                dc[..., block] += (z_in * g_w).sum(-1)
-                d_weight[:, out, into] += (g_out * c[..., block, None]).mT @ z_in
-        return dz, dc
-    if network.gates_inputs(layer):
-        g_w = g @ weight
-        d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
-        dz = network.scale(g_w, c, layer)
-        return dz, network.per_block(g_w.mul_(z), layer)
-    g_c = network.scale(g, c, layer + 1)
-    d_weight.baddbmm_(g_c.mT, z)
-    return g_c @ weight, network.per_block((z @ weight.mT).mul_(g), layer + 1)
+def _anchor_product_backward(
+    network: Network,
+    layer: int,
+    g: Tensor,
+    z: Tensor,
+    plain: Sequence[Tensor],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    d_pairs: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Gradient of `z`; those of weights and coefficients are added to `d_pairs`."""
+    dz = torch.zeros_like(z)
+    for at, ((weight, c), (d_weight, d_c)) in enumerate(zip(pairs, d_pairs, strict=True)):
+        if network.is_between(layer):
+            for block in range(network.blocks):
+                for out, into in _shells(network, layer, block):
+                    g_out, z_in = g[..., out], z[..., into]
+                    g_w = g_out @ weight[:, out, into]
+                    dz[..., into] += g_w * c[..., block, None]
+                    d_c[..., block] += (z_in * g_w).sum(-1)
+                    d_weight[:, out, into] += (g_out * c[..., block, None]).mT @ z_in
+        elif network.scales_inputs(layer):
+            g_w = g @ weight
+            d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
+            dz += network.scale(g_w, c, layer)
+            d_c += network.per_block(g_w.mul_(z), layer)
+        else:
+            g_c = network.scale(g, c, layer + 1)
+            d_weight.baddbmm_(g_c.mT, z)
+            dz.baddbmm_(g_c, weight)
+            d_c += network.per_block(plain[at] * g, layer + 1)
+    return dz
 
 
 # A chunk ---------------------------------------------------------------------------------------------------------
@@ -228,38 +249,37 @@ class Inner(NamedTuple):
     unclipped: list[Tensor]
     """The deltas before the bound on the gradient's norm."""
     clip: Tensor | None
-    """The factor that keeps the gradient's norm within its bound, `[M, t, 1]`; `None` without a bound."""
+    """The factor that keeps the gradient's norm within its bound, `[M, t, 1]`; `None` where no token exceeds it."""
+    hidden: list[Tensor]
+    """What each activation was given."""
     back: list[Tensor]
-    """What came back to each hidden layer, before its slope."""
-    slopes: list[Tensor]
-    curvatures: list[Tensor]
+    """What came back to each activation."""
 
 
 def inner_gradients(
-    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None, order: int = 1
+    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None
 ) -> Inner:
     """Layer inputs and deltas of `1/2 |M(k) - v|^2` at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
     act = ACTIVATION[network.activation]
-    inputs, slopes, curvatures = [_masked(network, key, is_open, 0)], [], []
+    inputs, hidden = [_masked(network, key, is_open, 0)], []
     for layer, weight in enumerate(weights):
-        hidden = inputs[layer] @ weight.mT
+        hidden.append(inputs[layer] @ weight.mT)
         if layer < network.depth - 1:
-            x, *more = act.derivatives(hidden, order)
-            inputs.append(_masked(network, x, is_open, layer + 1))
-            slopes.append(more[0])
-            curvatures.extend(more[1:])
-    delta = hidden.sub_(value)
+            inputs.append(_masked(network, act.value(hidden[layer]), is_open, layer + 1))
+    delta = hidden.pop().sub_(value)
     deltas = [delta.add_(key) if network.residual else delta]
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, deltas[0] @ weights[layer])
-        deltas.insert(0, _masked(network, back[0] * slopes[layer - 1], is_open, layer))
+        deltas.insert(0, _masked(network, act.pullback(back[0], hidden[layer - 1]), is_open, layer))
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
         squares = [_squares(x) * _squares(d) for x, d in zip(inputs, deltas, strict=True)]
-        clip = (torch.stack(squares).sum(0) / network.max_gradient_norm**2).clamp(min=1).rsqrt()
-        deltas = [d * clip for d in deltas]
-    return Inner(inputs, deltas, unclipped, clip, back, slopes, curvatures)
+        excess = torch.stack(squares).sum(0) / network.max_gradient_norm**2
+        if bool((excess > 1).any()):
+            clip = excess.clamp(min=1).rsqrt()
+            deltas = [d * clip for d in deltas]
+    return Inner(inputs, deltas, unclipped, clip, hidden, back)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -290,11 +310,13 @@ def inner_backward(
     """Gradients of key and value; those of the weights are added to `d_weights`."""
     depth = network.depth
     _clip_backward(network, inner, d_inputs, d_deltas)
+    derivatives = [ACTIVATION[network.activation].derivatives(h, 2)[1:] for h in inner.hidden]
     d_hidden = []
     for layer in range(depth - 1):
         d_delta = _masked(network, d_deltas[layer], is_open, layer + 1)
-        d_back = d_delta * inner.slopes[layer]
-        d_hidden.append((d_delta * inner.back[layer]).mul_(inner.curvatures[layer]))
+        slope, curvature = derivatives[layer]
+        d_back = d_delta * slope
+        d_hidden.append((d_delta * inner.back[layer]).mul_(curvature))
         d_deltas[layer + 1] = torch.baddbmm(d_deltas[layer + 1], d_back, weights[layer + 1].mT)
         d_weights[layer + 1].baddbmm_(inner.unclipped[layer + 1].mT, d_back)
     d_error = d_deltas[-1]
@@ -304,7 +326,7 @@ def inner_backward(
         d_x = torch.baddbmm(d_inputs[layer], d_hidden[layer], weights[layer])
         d_x = _masked(network, d_x, is_open, layer)
         if layer > 0:
-            d_hidden[layer - 1].addcmul_(d_x, inner.slopes[layer - 1])
+            d_hidden[layer - 1].addcmul_(d_x, derivatives[layer - 1][0])
     return (d_x + d_error if network.residual else d_x), -d_error
 
 
@@ -319,7 +341,8 @@ class Read(NamedTuple):
 
     z: list[Tensor]
     scores: list[Tensor]
-    slopes: list[Tensor]
+    plain: list[list[Tensor]]
+    hidden: list[Tensor]
 
 
 def read(
@@ -332,24 +355,29 @@ def read(
     keep: Tensor,
     momentum_read: Tensor,
     write: Tensor,
-    order: int = 0,
 ) -> tuple[Tensor, Read]:
     """`M_t(q_t)` for queries `[M, t, K]`."""
     act = ACTIVATION[network.activation]
     z = query
-    kept = Read([], [], [])
-    for layer, weight in enumerate(weights):
+    kept = Read([], [], [], [])
+    for layer in range(network.depth):
         scores = z @ inputs[layer].mT
-        y = _product(network, layer, z, weight, keep)
-        if network.momentum:
-            y += _product(network, layer, z, slots[layer], momentum_read)
+        y, plain = _anchor_product(network, layer, z, _pairs(layer, weights, slots, keep, momentum_read))
         y = y.baddbmm_(scores * write, deltas[layer], alpha=-1)
         kept.z.append(z)
         kept.scores.append(scores)
+        kept.plain.append(plain)
         if layer < network.depth - 1:
-            z, *slope = act.derivatives(y, order) if order else [act.value(y)]
-            kept.slopes.extend(slope)
+            kept.hidden.append(y)
+            z = act.value(y)
     return (y.add_(query) if network.residual else y), kept
+
+
+def _pairs(
+    layer: int, weights: Sequence[Tensor], slots: Sequence[Tensor], keep: Tensor, momentum_read: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """What a read at `M_t` takes of a layer's anchor."""
+    return [(weights[layer], keep), *([(slots[layer], momentum_read)] if slots else [])]
 
 
 def read_backward(
@@ -370,19 +398,16 @@ def read_backward(
     g = d_output
     for layer in range(network.depth - 1, -1, -1):
         z = kept.z[layer]
-        dz, d_keep = _product_backward(network, layer, g, z, weights[layer], c.keep, d_weights[layer])
-        d_c.keep.add_(d_keep)
-        if network.momentum:
-            more, d_read = _product_backward(network, layer, g, z, slots[layer], c.momentum_read, d_slots[layer])
-            dz += more
-            d_c.momentum_read.add_(d_read)
-        d_weighted = g @ inner.deltas[layer].mT
-        d_c.write.addcmul_(d_weighted, kept.scores[layer], value=-1)
+        pairs = _pairs(layer, weights, slots, c.keep, c.momentum_read)
+        d_pairs = _pairs(layer, d_weights, d_slots, d_c.keep, d_c.momentum_read)
+        dz = _anchor_product_backward(network, layer, g, z, kept.plain[layer], pairs, d_pairs)
+        scores, d_weighted = kept.scores[layer], g @ inner.deltas[layer].mT
+        d_c.write.addcmul_(d_weighted, scores, value=-1)
         d_scores = d_weighted.mul_(c.write)
-        d_deltas[layer].baddbmm_((kept.scores[layer] * c.write).mT, g, alpha=-1)
+        d_deltas[layer].baddbmm_((scores * c.write).mT, g, alpha=-1)
         d_inputs[layer].baddbmm_(d_scores.mT, z, alpha=-1)
         dz.baddbmm_(d_scores, inner.inputs[layer], alpha=-1)
-        g = dz.mul_(kept.slopes[layer - 1]) if layer > 0 else dz
+        g = ACTIVATION[network.activation].pullback(dz, kept.hidden[layer - 1]) if layer > 0 else dz
     return g + d_output if network.residual else g
 
 

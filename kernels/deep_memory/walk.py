@@ -105,10 +105,10 @@ class Chunk(NamedTuple):
         held = part.of_rows(tensors.held) if is_held is not None else []
         return Chunk(part, tensors.query[at], tensors.key[at], tensors.value[at], c, is_open, held, is_held)
 
-    def inner(self, anchor: Sequence[Tensor], order: int) -> Inner:
+    def inner(self, anchor: Sequence[Tensor]) -> Inner:
         """The inner gradients of its tokens, those that it already holds included."""
         depth = self.network.depth
-        inner = inner_gradients(self.network, anchor[:depth], self.key, self.value, self.is_open, order)
+        inner = inner_gradients(self.network, anchor[:depth], self.key, self.value, self.is_open)
         if self.is_held is None:
             return inner
         new = (*inner.inputs, *inner.deltas)
@@ -133,7 +133,7 @@ def walk(
         chunk = Chunk.of(network, ends, tensors, at)
         part, c, anchor = chunk.network, chunk.c, chunk.network.of_memory(memory)
         weights, slots = anchor[:depth], anchor[depth:]
-        inner = chunk.inner(anchor, order=1)
+        inner = chunk.inner(anchor)
         output[at] = read(
             part, chunk.query, weights, slots, inner.inputs, inner.deltas, c.keep, c.momentum_read, c.write
         )[0]
@@ -216,10 +216,8 @@ def _chunk_backward(
     network, c = chunk.network, chunk.c
     depth = network.depth
     weights, slots = anchor[:depth], anchor[depth:]
-    inner = chunk.inner(anchor, order=2)
-    _, kept = read(
-        network, chunk.query, weights, slots, inner.inputs, inner.deltas, c.keep, c.momentum_read, c.write, order=1
-    )
+    inner = chunk.inner(anchor)
+    _, kept = read(network, chunk.query, weights, slots, inner.inputs, inner.deltas, c.keep, c.momentum_read, c.write)
     if isinstance(is_running, Tensor):
         d_rows = [torch.where(is_running, d, 0) for d in d_factors]
     else:
