@@ -7,6 +7,7 @@ error on the way leaves the cache as it was.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
@@ -42,9 +43,9 @@ class StateLayer:
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, owner: MemoryCache) -> None:
-        self.owner = owner
+    def __init__(self) -> None:
         self.state: Any = None
+        self.columns = 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of the state by `function` of it."""
@@ -56,7 +57,7 @@ class StateLayer:
         return [x for x in pytree.tree_leaves(self.state) if isinstance(x, Tensor)]
 
     def get_seq_length(self) -> int:
-        return self.owner.columns
+        return self.columns
 
     def get_max_length(self) -> int:
         return -1
@@ -80,12 +81,26 @@ class MemoryCache(Cache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.layers: list[StateLayer]  # type: ignore[assignment]
-        super().__init__(layers=[StateLayer(self) for _ in range(config.num_hidden_layers)])  # type: ignore[misc]
+        super().__init__(layers=[StateLayer() for _ in range(config.num_hidden_layers)])  # type: ignore[misc]
         self.identity = identity(config)
         self.model: weakref.ref[PreTrainedModel] | None = None
         self.position: Tensor | None = None
-        self.columns = 0
         self._fits: PreTrainedConfig | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process knows no model until it is used with one."""
+        return {**self.__dict__, "model": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        kept = {"model": self.model, "_fits": self._fits}  # references, which a copy shares
+        copied.__dict__.update({k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return copied
+
+    @property
+    def columns(self) -> int:
+        return self.layers[0].columns
 
     @property
     def states(self) -> list[Any]:
@@ -97,8 +112,8 @@ class MemoryCache(Cache):
         self.model = weakref.ref(model)
         for layer, state in zip(self.layers, states, strict=True):
             layer.state = state
+            layer.columns += rows.batch[1]
         self.position = rows.position + rows.added
-        self.columns += rows.batch[1]
 
     def check(self, config: PreTrainedConfig, batch: int) -> None:
         """Raise a ValueError unless this cache fits the model and the batch."""
@@ -126,9 +141,8 @@ class MemoryCache(Cache):
     def reset(self) -> None:
         """Forget every token: the next one is read from the learned initial state."""
         for layer in self.layers:
-            layer.state = None
+            layer.state, layer.columns = None, 0
         self.position = None
-        self.columns = 0
 
     def detach(self) -> MemoryCache:
         """Cut the graph behind the states, between two segments of truncated back-propagation. Returns the cache.
@@ -271,9 +285,8 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
             )
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for layer, description in zip(cache.layers, json.loads(metadata["structure"]), strict=True):
-        layer.state = _rebuild(description, tensors)
+        layer.state, layer.columns = _rebuild(description, tensors), int(metadata["columns"])
     cache.position = tensors["position"]
-    cache.columns = int(metadata["columns"])
     cache.model = weakref.ref(base)
     return cache
 

@@ -117,7 +117,7 @@ class MAG(Wiring):
         else:
             memory_state, window = state
         offset = 0 if persistent is None else persistent.shape[0]
-        y, window = self.attention(x, _positions(x, step.position + offset), step.added, window, persistent)
+        y, window = self.attention(x, _positions(x, step.position + offset), step.lengths, window, persistent)
         m, memory_state = self.memory(x, memory_state, step.lengths)
         return self.output(y, m), BranchState(memory_state, window)
 
@@ -136,7 +136,7 @@ class MAL(Wiring):
         offset = 0 if persistent is None else persistent.shape[0]
         memory_state, window = self._begin(x, persistent) if state is None else state
         m, memory_state = self.memory(x, memory_state, step.lengths)
-        y, window = self.attention(self.output(m, x), _positions(x, step.position + offset), step.added, window)
+        y, window = self.attention(self.output(m, x), _positions(x, step.position + offset), step.lengths, window)
         return self.o_proj(y), BranchState(memory_state, window)
 
     def _begin(self, x: Tensor, persistent: Tensor | None) -> tuple[MemoryState, KeyValueState | None]:
@@ -144,9 +144,8 @@ class MAL(Wiring):
         read, memory_state = self.memory.begin(rows, x, persistent)
         if persistent is None or read is None:
             return memory_state, None
-        count = torch.full((1,), persistent.shape[0], device=x.device)
         place = torch.arange(persistent.shape[0], device=x.device)[None]
-        _, window = self.attention(self.output(read, persistent)[None], place, count, None)
+        _, window = self.attention(self.output(read, persistent)[None], place, None, None)
         return memory_state, KeyValueState(
             window.keys.expand(rows, -1, -1, -1), window.values.expand(rows, -1, -1, -1), window.valid.expand(rows)
         )
@@ -200,7 +199,8 @@ class MAC(Wiring):
             read = self.memory.retrieve(part.x, segment_weights, step.position + part.first, self.query_proj)
             pairs = torch.stack([read, part.x], dim=2).flatten(1, 2)
             place = _positions(part.x, part.begun + offset).repeat_interleave(2, dim=1)
-            y, window = self.attention(pairs, place, 2 * part.added, window, persistent)
+            added = None if part.lengths is None else 2 * part.lengths
+            y, window = self.attention(pairs, place, added, window, persistent)
             y = y[:, 1::2]
             m, memory = self.memory(y, memory, part.lengths)
             outputs.append(self.output(y, m))

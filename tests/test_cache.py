@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,30 @@ def test_refusals(name: str) -> None:
     with pytest.raises(ValueError, match="assisted generation is not supported"):
         model.generate(rest[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)
     assert cache.get_max_length() == -1
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_a_cache_owns_what_it_holds(name: str) -> None:
+    """No view of the prompt, which would keep it alive, nor of a parameter, which an optimizer moves; no cycle."""
+    model = zoo.build(name, torch.float64, num_persistent_tokens=0).eval()
+    cache = MemoryCache(model.config)
+    read(model, zoo.tokens(1, 3 * zoo.CHUNK + 100), cache)
+    tensors = list(itertools.chain(*(layer.tensors for layer in cache.layers)))
+    kept = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    assert kept <= cache.memory_bytes
+    cache = MemoryCache(model.config)
+    read(model, zoo.tokens(1, 2), cache)  # the anchor is still the learned initial memory
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert own.isdisjoint(x.untyped_storage().data_ptr() for layer in cache.layers for x in layer.tensors)
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", zoo.PLAIN)
+def test_pickled_caches_continue(name: str) -> None:
+    model, rest, cache, want = filled(name)
+    close(read(model, rest, pickle.loads(pickle.dumps(cache))), want, BOUND)
 
 
 @pytest.mark.parametrize("name", zoo.PLAIN)

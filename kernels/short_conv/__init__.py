@@ -64,8 +64,8 @@ def short_conv(
 
 def new_tail(padded: Tensor, before: int, lengths: Tensor | None) -> Tensor:
     """The `before` tokens that end at each row's last real one; `padded` is tail and new tokens, `[B, W-1+T, D]`."""
-    if lengths is None:
-        return padded[:, padded.shape[1] - before :]
+    if lengths is None:  # a copy: a view would keep all of `padded` alive in a cache
+        return padded[:, padded.shape[1] - before :].clone()
     index = lengths[:, None] + torch.arange(before, device=padded.device)
     return padded.gather(1, index[..., None].expand(-1, -1, padded.shape[-1]))
 

@@ -15,6 +15,8 @@ def short_conv(x: Tensor, weight: Tensor, tail: Tensor, lengths: Tensor | None) 
     """See `memzoo.kernels.short_conv.short_conv`."""
     tokens, width = x.shape[1], weight.shape[1]
     padded = torch.cat([tail, x], dim=1)
+    if tokens == 1:
+        return (padded * weight.mT).sum(1, keepdim=True), new_tail(padded, width - 1, lengths)
     y = padded[:, width - 1 :] * weight[:, width - 1]
     for j in range(width - 1):
         y = torch.addcmul(y, padded[:, j : j + tokens], weight[:, j])

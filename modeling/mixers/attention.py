@@ -62,7 +62,7 @@ class CausalAttention(nn.Module):
         self,
         x: Tensor,
         position: Tensor,
-        added: Tensor,
+        added: Tensor | None,
         state: KeyValueState | None,
         prefix: Tensor | None = None,
     ) -> tuple[Tensor, KeyValueState]:
@@ -71,7 +71,7 @@ class CausalAttention(nn.Module):
         Args:
             x: new tokens `[B, L, D_model]`, right-padded.
             position: rotary position of each, `[B, L]`; the prefix stands at 0, 1, ...
-            added: real tokens per row, `[B]`.
+            added: real tokens per row, `[B]`; `None` when all are.
             state: carried keys, or `None` at the start.
             prefix: tokens that every token sees, `[P, D_model]`.
 
@@ -106,26 +106,22 @@ class CausalAttention(nn.Module):
         L^2.
         """
         batch, _, tokens, _ = q.shape
-        reach = self.carried if self.window is None else self.window - 1
-        size = tokens if self.window is None else min(max(self.window, 1), tokens)
-        blocks = -(-tokens // size)
-        held = 0 if state is None else state.keys.shape[2]
+        held, valid = 0, torch.zeros(batch, dtype=torch.int64, device=q.device)
         if state is not None:
+            held, valid = state.keys.shape[2], state.valid
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-            count = state.valid
-        else:
-            count = torch.zeros(batch, dtype=torch.int64, device=q.device)
-        if blocks > 1:  # every block sees `reach` keys before it; those of the first may not exist
-            end = blocks * size - tokens
-            k, v = (nn.functional.pad(x, (0, 0, reach - held, end)) for x in (k, v))
-            q = nn.functional.pad(q, (0, 0, 0, end))
-            held = reach
-        span = held + size
-        k, v = (x.unfold(2, span, size).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
-        q = q.unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
-        # Keys of a block that do not exist: more than `count` before the row's first new token.
-        first = held - count[:, None] - size * torch.arange(blocks, device=q.device)
-        y = self._interface(q, k, v, first.clamp(min=0).flatten(), held, prefix_k, prefix_v)
+        if self.window is None or tokens <= self.window:
+            y = self._interface(q, k, v, held - valid, held, prefix_k, prefix_v)
+            return y.flatten(2)
+        size, reach = self.window, self.window - 1  # every block sees `reach` keys before it
+        blocks = -(-tokens // size)
+        end = blocks * size - tokens
+        k, v = (nn.functional.pad(x, (0, 0, reach - held, end)) for x in (k, v))
+        k, v = (x.unfold(2, reach + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
+        q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
+        # Keys of a block that do not exist: more than `valid` before the row's first new token.
+        first = (reach - valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
+        y = self._interface(q, k, v, first.flatten(), reach, prefix_k, prefix_v)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
     def _interface(
@@ -148,21 +144,25 @@ class CausalAttention(nn.Module):
                 for p, x in ((prefix_k.to(k.dtype), k), (prefix_v.to(v.dtype), v))
             )
         keys, queries = k.shape[2], q.shape[2]
-        valid = None
-        if flash and bool((first > 0).any()):
-            place = torch.arange(keys, device=q.device)
-            valid = (place < prefix) | (place >= prefix + first[:, None])
-        mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-            batch_size=rows,
-            q_length=queries,
-            kv_length=keys,
-            mask_function=self._mask(first, prefix, held),
-            attention_mask=valid,
-            allow_is_causal_skip=False,
-            dtype=q.dtype,
-            device=q.device,
-            config=self.config,
-        )
+        mask = None
+        # One query that all keys are there for, as in steady decoding, needs no mask, and building one would cost more
+        # than its attention.
+        if flash or queries > 1 or held + 1 > (self.window or keys) or bool((first > 0).any()):
+            valid = None
+            if flash and bool((first > 0).any()):
+                place = torch.arange(keys, device=q.device)
+                valid = (place < prefix) | (place >= prefix + first[:, None])
+            mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+                batch_size=rows,
+                q_length=queries,
+                kv_length=keys,
+                mask_function=self._mask(first, prefix, held),
+                attention_mask=valid,
+                allow_is_causal_skip=False,
+                dtype=q.dtype,
+                device=q.device,
+                config=self.config,
+            )
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         y, _ = attend(
             self,
@@ -189,12 +189,18 @@ class CausalAttention(nn.Module):
 
         return sees
 
-    def _carry(self, k: Tensor, v: Tensor, added: Tensor, state: KeyValueState | None) -> KeyValueState:
+    def _carry(self, k: Tensor, v: Tensor, added: Tensor | None, state: KeyValueState | None) -> KeyValueState:
         """The last `carried` keys and values up to each row's last real token."""
-        batch, heads, _, width = k.shape
+        batch, heads, tokens, width = k.shape
         if state is None:
             empty = k.new_zeros(batch, heads, self.carried, width)
-            state = KeyValueState(empty, empty, torch.zeros_like(added))
+            state = KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=k.device))
+        if added is None:
+            keys, values = (
+                torch.cat([old[:, :, min(tokens, self.carried) :], new[:, :, max(0, tokens - self.carried) :]], dim=2)
+                for old, new in ((state.keys, k), (state.values, v))
+            )
+            return KeyValueState(keys, values, (state.valid + tokens).clamp(max=self.carried))
         index = (added[:, None] + torch.arange(self.carried, device=k.device))[:, None, :, None]
         keys, values = (
             torch.cat([old, new], dim=2).gather(2, index.expand(-1, heads, -1, width))

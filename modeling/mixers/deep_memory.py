@@ -138,7 +138,8 @@ class DeepMemory(nn.Module):
         """
         blocks, has_momentum = self.schedule.blocks, self.momentum_gate is not None
         dtype = torch.promote_types(like.dtype, torch.float32)
-        weights = [w.to(dtype) for w in self.initial_weights()]
+        # Copies: a cached state must not change when the optimizer moves the parameters.
+        weights = [w.to(dtype, copy=True) for w in self.initial_weights()]
         if persistent is None or persistent.shape[0] == 0:
             tail = like.new_zeros(batch, self.conv.weight.shape[1] - 1, self.conv.weight.shape[0])
             memory = initial_state(weights, batch, chunk_size=self.chunk_size, blocks=blocks, momentum=has_momentum)
@@ -175,11 +176,12 @@ class DeepMemory(nn.Module):
     ) -> tuple[Tensor, MemoryState]:
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         mixed, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
-        q, k, v = F.silu(mixed).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        streams = F.silu(mixed).unflatten(-1, (3, self.heads, -1))
+        q, k = F.normalize(streams[:, :, :2], dim=-1, eps=1e-6).unbind(2)
         output, memory = deep_memory(
-            F.normalize(q, dim=-1, eps=1e-6),
-            F.normalize(k, dim=-1, eps=1e-6),
-            v,
+            q,
+            k,
+            streams[:, :, 2],
             None if self.retention_gate is None else F.logsigmoid(-_logit(self.retention_gate, x)),
             None if self.momentum_gate is None else F.logsigmoid(_logit(self.momentum_gate, x)),
             self.max_step_size * torch.sigmoid(_logit(self.step_size_gate, x)),

@@ -1,0 +1,481 @@
+"""What the zoo costs: speed and memory of training and of cached decoding, beside peers, in one run on one thread.
+
+    python benchmarks/run.py --json benchmarks/results/cpu.json
+
+Every model reads the same token ids, one case after another, each in a process of its own, so that its peak memory is
+its own. Speed is tokens per CPU second (`time.process_time`), which a busy machine disturbs less than the clock; on a
+GPU it is tokens per second between two CUDA events. Memory is the peak resident size (on a GPU: allocated), and its
+increase over the size after the imports, which the ratios compare; on Linux the processes branch off one that has done
+the imports, so pages of libraries that a case never touches do not count. Medians over `--repeat` rounds after a
+warm-up. Every registered architecture is measured; `VARIANTS` says in which configurations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from transformers import AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausalLM
+
+import memzoo
+
+WIDTH, LAYERS, HEADS, VOCAB, CHUNK, PERSISTENT = 256, 4, 4, 1024, 64, 4
+SHAPE = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+MEMORY = {"memory_depth": 2, "memory_expansion": 4, "chunk_size": CHUNK, "num_persistent_tokens": PERSISTENT}
+# The attention of every wiring reaches as far as the peer's.
+TITANS = {**MEMORY, "sliding_window": CHUNK, "segment_size": CHUNK}
+# Which configurations of an architecture run, by model type; an architecture that is not listed runs as it comes.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "memzoo_titans": {
+        **{variant: {"variant": variant, **TITANS} for variant in ("lmm", "mac", "mag", "mal")},
+        "lmm-e16": {"variant": "lmm", "capacity_blocks": 16, **TITANS},
+    }
+}
+STEPS = 2 * CHUNK  # decoded tokens per round: two ends of a chunk, wherever the round starts
+SETTINGS = {
+    "batch": 1,
+    "dtype": "float32",
+    "threads": 1,
+    **SHAPE,
+    "titans": TITANS,
+    "decoding": f"{STEPS} single-token steps per round after one warm-up step",
+    "training": "median of the rounds after one warm-up; loss, backward and zero_grad",
+    "flops": "matrix products, attention and convolutions that torch dispatches; elementwise work is not counted",
+}
+# What the project promises, at the sizes named.
+PROMISED, RIVAL, PROMISED_TOKENS, NEAR, FAR = ("titans-lmm", "titans-mag"), "titans-pytorch", 4096, 256, 16384
+CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+MIB = 1 << 20
+
+
+class Runner:
+    """A language model as the measurements use it; as it stands, one of transformers' making."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Logits of all positions, `[1, T, vocabulary]`."""
+        return self.model(input_ids=ids, use_cache=False).logits
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """The language model's loss on `[1, T]`."""
+        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def read(self, ids: Tensor, first: int, last: int, cache: Any) -> tuple[Tensor, Any]:
+        """Read `ids[:, first:last]` after what `cache` holds: the last token's logits, and the cache."""
+        output = self.model(input_ids=ids[:, first:last], cache=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1], output.cache
+
+
+class TitansPytorch(Runner):
+    """titans-pytorch's `MemoryAsContextTransformer` with the setting's sizes: what is the same and what is not.
+
+    The same: a two-layer memory of expansion 4 with momentum and decay in each layer, chunk 64, 4 persistent tokens
+    and a window of 64 tokens (65 with the current one). In its favour: as it comes, all inner gradients are taken at
+    the initial weights and a chunk shares its momentum and decay, where the zoo takes them at each chunk's start, with
+    gates per token. Against it: four residual streams (hyper-connections) and a learned position embedding. Its memory
+    and its attention follow one another: of the zoo's wirings, `mal` is nearest.
+
+    Decoding is what its `sample(use_cache=True)` does, the position embedding computed beforehand.
+    """
+
+    def __init__(self) -> None:
+        from titans_pytorch import MemoryAsContextTransformer, MemoryMLP  # noqa: PLC0415  # may not be installed
+
+        head_dim = WIDTH // HEADS
+        model = MemoryAsContextTransformer(
+            num_tokens=VOCAB,
+            dim=WIDTH,
+            depth=LAYERS,
+            segment_len=CHUNK,
+            heads=HEADS,
+            dim_head=head_dim,
+            neural_memory_layers=tuple(range(1, LAYERS + 1)),
+            neural_memory_segment_len=CHUNK,
+            neural_memory_model=MemoryMLP(dim=head_dim, depth=2, expansion_factor=4.0),
+            neural_memory_kwargs={"heads": HEADS, "dim_head": head_dim},
+            num_persist_mem_tokens=PERSISTENT,
+            num_longterm_mem_tokens=0,
+            use_flex_attn=False,
+            sliding_window_attn=True,
+        )
+        super().__init__(model)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        # Not its `return_loss`, which reads one token less: a whole chunk less than everyone else.
+        return nn.functional.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def read(self, ids: Tensor, first: int, last: int, cache: Any) -> tuple[Tensor, Any]:
+        held, places = (None, None) if cache is None else cache
+        if places is None:
+            embedding = self.model.axial_pos_emb
+            places = embedding(embedding.maybe_derive_outer_dim(ids.shape[1], (CHUNK,)), return_factorized=True)
+        logits, held = self.model(ids[:, :last], cache=held, return_cache=True, factorized_pos_emb=places)
+        return logits[:, -1], (held, places)
+
+
+class Case(NamedTuple):
+    """Something to measure."""
+
+    build: Callable[[], Runner]
+    package: str
+    """What must be installed."""
+    peer: bool
+    max_context: int
+    """Contexts beyond take too long to prefill and decode."""
+
+
+def zoo_case(config_class: type, options: dict[str, Any]) -> Case:
+    def build() -> Runner:
+        return Runner(AutoModelForCausalLM.from_config(config_class(**{**SHAPE, **options})))
+
+    return Case(build, "memzoo", peer=False, max_context=1 << 30)
+
+
+def llama() -> Runner:
+    """The usual transformer, full attention, with the zoo's feed-forward width."""
+    return Runner(LlamaForCausalLM(LlamaConfig(**SHAPE, intermediate_size=-(-8 * WIDTH // 192) * 64)))
+
+
+CASES: dict[str, Case] = {
+    "-".join(filter(None, (config.model_type.removeprefix("memzoo_"), row))): zoo_case(config, options)
+    for config, *_ in memzoo.ARCHITECTURES
+    for row, options in VARIANTS.get(config.model_type, {"": {}}).items()
+} | {
+    RIVAL: Case(TitansPytorch, "titans_pytorch", peer=True, max_context=1024),
+    "llama": Case(llama, "transformers", peer=True, max_context=1 << 30),
+}
+
+
+def token_ids(count: int, device: str) -> Tensor:
+    """The ids that every case reads, `[1, count]`."""
+    return torch.randint(VOCAB, (1, count), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Seconds of the process's CPU time, or on a GPU between two events around the work."""
+    if device == "cpu":
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    work()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1000
+
+
+def resident_bytes(device: str) -> int:
+    return psutil.Process().memory_info().rss if device == "cpu" else torch.cuda.memory_allocated()
+
+
+def peak_bytes(device: str) -> int:
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def matrix_rate(device: str) -> float:
+    """Floating-point operations per second of a float32 product of two 1024 x 1024 matrices; median of 9."""
+    a, b = torch.randn(2, 1024, 1024).to(device)
+    for _ in range(2):
+        a @ b
+    return 2 * 1024**3 / statistics.median(timed(lambda: a @ b, device) for _ in range(9))
+
+
+def counted_flops(work: Callable[[], object]) -> int:
+    """Floating-point operations of `work`; torch's counter does not know its own attention on the CPU."""
+
+    def attention(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
+        return sdpa_flop_count(q, k, v) // (2 if causal else 1)
+
+    def backward(_: Any, q: Any, k: Any, v: Any, out: Any, norm: Any, dropout: float, causal: bool, **__: Any) -> int:
+        return 5 * attention(q, k, v, dropout, causal) // 2  # five products where the forward has two
+
+    forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    with FlopCounterMode(display=False, custom_mapping={forward_op: attention, backward_op: backward}) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def train(name: str, tokens: int, repeat: int, device: str) -> dict[str, Any]:
+    """Forward and backward of one case."""
+    importlib.import_module(CASES[name].package)
+    before = resident_bytes(device)
+    torch.manual_seed(0)
+    runner = CASES[name].build()
+    model = runner.model.to(device).train()
+    ids = token_ids(tokens, device)
+
+    def work() -> Tensor:
+        model.zero_grad()
+        loss = runner.loss(ids)
+        loss.backward()
+        return loss.detach()
+
+    loss = float(work())
+    if not math.isfinite(loss):
+        raise ValueError(f"{name}: expected a finite loss on {tokens} tokens, got {loss}.")
+    seconds = [timed(work, device) for _ in range(repeat)]
+    peak = peak_bytes(device)
+    return {
+        "case": name,
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "loss": loss,
+        "seconds": seconds,
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "peak_bytes": peak,
+        "increase_bytes": peak - before,
+        "flops": counted_flops(work),
+    }
+
+
+def cached_error(runner: Runner, device: str) -> float:
+    """Largest difference between cached decoding and one pass, over the logits' standard deviation."""
+    prompt, ids = CHUNK + CHUNK // 2, token_ids(2 * CHUNK + 6, device)
+    full = runner.logits(ids)
+    logits, cache = runner.read(ids, 0, prompt, None)
+    steps = [logits]
+    for last in range(prompt + 1, ids.shape[1] + 1):
+        logits, cache = runner.read(ids, last - 1, last, cache)
+        steps.append(logits)
+    return float((torch.stack(steps, dim=1) - full[:, prompt - 1 :]).abs().max() / full.std())
+
+
+def cache_bytes(cache: Any) -> int:
+    if isinstance(cache, memzoo.MemoryCache):
+        return cache.memory_bytes
+    if isinstance(cache, Cache):
+        cache = [(layer.keys, layer.values) for layer in cache.layers]
+    return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(cache) if isinstance(x, Tensor))
+
+
+@torch.no_grad()
+def decode(name: str, contexts: Sequence[int], repeat: int, device: str) -> list[dict[str, Any]]:
+    """Cached decoding of one case after each context; rounds take turns, so that a drift of the machine meets all."""
+    torch.manual_seed(0)
+    runner = CASES[name].build()
+    runner.model.to(device).eval()
+    error = cached_error(runner, device)
+    if not CASES[name].peer and not error < 1e-3:
+        raise ValueError(f"{name}: cached decoding differs from one pass by {error:.1e} of the logits' deviation.")
+    ids = token_ids(max(contexts) + repeat * STEPS + 1, device)
+    caches = {context: runner.read(ids, 0, context, None)[1] for context in contexts}
+
+    def advance(context: int, first: int, count: int) -> None:
+        for index in range(first, first + count):
+            _, caches[context] = runner.read(ids, index, index + 1, caches[context])
+
+    seconds: dict[int, list[float]] = {context: [] for context in contexts}
+    for context in contexts:
+        advance(context, context, 1)
+    for turn in range(repeat):
+        for context in contexts:
+            first = context + 1 + turn * STEPS
+            seconds[context].append(timed(lambda: advance(context, first, STEPS), device))  # noqa: B023  # called here
+    return [
+        {
+            "case": name,
+            "context": context,
+            "seconds": seconds[context],
+            "ms_per_token": 1000 * statistics.median(seconds[context]) / STEPS,
+            "cache_bytes": cache_bytes(caches[context]),
+            "cached_error": error,
+        }
+        for context in contexts
+    ]
+
+
+def apart(work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)` in a process of its own, on one thread."""
+    print(f"{work.__name__} {' '.join(map(str, args))}", file=sys.stderr)
+    with ProcessPoolExecutor(1, mp_context=CONTEXT, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return pool.submit(work, *args).result()
+
+
+def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """All measurements, with the ratios to each peer in its row's place."""
+    rate = apart(matrix_rate, args.device)
+    training = [apart(train, name, tokens, args.repeat, args.device) for tokens in args.tokens for name in names]
+    decoding: list[dict[str, Any]] = []
+    for name in names:
+        contexts = [context for context in args.contexts if context <= CASES[name].max_context]
+        decoding += apart(decode, name, contexts, args.repeat, args.device) if contexts else []
+    peers = [name for name in names if CASES[name].peer]
+    for row in training:
+        row["matrix_rate_fraction"] = row["flops"] / statistics.median(row["seconds"]) / rate
+        rivals = [x for x in training if x["case"] in peers and x["tokens"] == row["tokens"]]
+        row["speed_ratio"] = {x["case"]: row["tokens_per_second"] / x["tokens_per_second"] for x in rivals}
+        row["memory_ratio"] = {x["case"]: row["increase_bytes"] / max(1, x["increase_bytes"]) for x in rivals}
+    for row in decoding:
+        rivals = [x for x in decoding if x["case"] in peers and x["context"] == row["context"]]
+        row["speed_ratio"] = {x["case"]: x["ms_per_token"] / row["ms_per_token"] for x in rivals}
+    return {"matrix_rate": rate, "training": training, "decoding": decoding}
+
+
+def promises(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """What must hold, as far as this run has measured it."""
+    found: list[dict[str, Any]] = []
+
+    def hold(text: str, value: float, at_least: float = 0.0, at_most: float = math.inf) -> None:
+        found.append({"promise": text, "value": value, "holds": at_least <= value <= at_most})
+
+    for row in results["training"]:
+        if row["case"] in PROMISED and row["tokens"] == PROMISED_TOKENS and RIVAL in row["speed_ratio"]:
+            what = f"{row['case']}, forward + backward of {PROMISED_TOKENS} tokens"
+            hold(f"{what}: speed at least 2.0 times {RIVAL}'s", row["speed_ratio"][RIVAL], at_least=2.0)
+            hold(f"{what}: memory at most a third of {RIVAL}'s", row["memory_ratio"][RIVAL], at_most=1 / 3)
+    ours = [row for row in results["decoding"] if not CASES[row["case"]].peer]
+    for row in (row for row in ours if RIVAL in row["speed_ratio"]):
+        what = f"{row['case']}, decoding after {row['context']} tokens: speed at least 5 times {RIVAL}'s"
+        hold(what, row["speed_ratio"][RIVAL], at_least=5.0)
+    near, far = ({x["case"]: x["ms_per_token"] for x in ours if x["context"] == context} for context in (NEAR, FAR))
+    for name in [name for name in near if name in far]:
+        what = f"{name}, decoding: cost per token after {FAR} tokens at most 1.15 times that after {NEAR}"
+        hold(what, far[name] / near[name], at_most=1.15)
+    return found
+
+
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+
+
+def table(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> str:
+    """Aligned text, the first column to the left."""
+    cells = [[head, *(show(row) for row in rows)] for head, show in columns]
+    widths = [max(map(len, column)) for column in cells]
+    first = [cell.ljust(widths[0]) for cell in cells[0]]
+    rest = [[cell.rjust(width) for cell in column] for column, width in zip(cells[1:], widths[1:], strict=True)]
+    return "\n".join("  ".join(line) for line in zip(first, *rest, strict=True))
+
+
+def report(results: dict[str, Any], device: str) -> str:
+    """The results as text."""
+    training, decoding = results["training"], results["decoding"]
+
+    def ratios(sign: str, key: str) -> list[Column]:
+        peers = dict.fromkeys(peer for row in (*training, *decoding) for peer in row.get(key, ()))
+        return [(f"{sign} {p}", lambda row, p=p: f"{row[key][p]:.2f}" if p in row[key] else "-") for p in peers]
+
+    train_columns: list[Column] = [
+        ("forward + backward", lambda row: row["case"]),
+        ("tokens", lambda row: str(row["tokens"])),
+        ("M params", lambda row: f"{row['parameters'] / 1e6:.2f}"),
+        ("tokens/CPU s" if device == "cpu" else "tokens/s", lambda row: f"{row['tokens_per_second']:.0f}"),
+        *ratios("x", "speed_ratio"),
+        ("peak MiB", lambda row: f"{row['peak_bytes'] / MIB:.0f}"),
+        ("increase MiB", lambda row: f"{row['increase_bytes'] / MIB:.0f}"),
+        *ratios("/", "memory_ratio"),
+        ("GFlop", lambda row: f"{row['flops'] / 1e9:.0f}"),
+        ("of matrix rate", lambda row: f"{row['matrix_rate_fraction']:.0%}"),
+    ]
+    decode_columns: list[Column] = [
+        ("cached decoding", lambda row: row["case"]),
+        ("context", lambda row: str(row["context"])),
+        ("ms/token", lambda row: f"{row['ms_per_token']:.2f}"),
+        *ratios("x", "speed_ratio"),
+        ("cache MiB", lambda row: f"{row['cache_bytes'] / MIB:.2f}"),
+        ("error", lambda row: f"{row['cached_error']:.0e}"),
+    ]
+    parts = [f"Product of two 1024 x 1024 matrices: {results['matrix_rate'] / 1e9:.1f} GFlop/s"]
+    parts += [table(columns, rows) for columns, rows in ((train_columns, training), (decode_columns, decoding)) if rows]
+    lines = [f"{'holds ' if x['holds'] else 'MISSED'}  {x['value']:6.2f}  {x['promise']}" for x in results["promises"]]
+    return "\n\n".join([*parts, "\n".join(lines) or "These sizes measure no promise."])
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What a reader needs to judge or repeat the run."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    packages = {"memzoo", "torch", "transformers", "titans-pytorch"}
+    versions = {x.name: x.version for x in metadata.distributions() if x.name in packages}
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]]),
+        "machine": {"architecture": platform.machine(), "processor": named[0] if named else platform.processor()},
+        "versions": {"python": platform.python_version(), **dict(sorted(versions.items()))},
+        "settings": {**SETTINGS, "repeat": args.repeat, "device": args.device},
+    }
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the names of the cases to run."""
+
+    def numbers(text: str) -> list[int]:
+        return [] if text == "none" else [int(part) for part in text.split(",")]
+
+    ours, peers = ([name for name, case in CASES.items() if case.peer == wanted] for wanted in (False, True))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="all", help=f"names, comma-separated, of {', '.join(ours)}; default all")
+    parser.add_argument("--peers", default="all", help=f"names of {', '.join(peers)}; all that are installed, or none")
+    parser.add_argument("--tokens", type=numbers, default=[4096], help="lengths to train on, or none; default 4096")
+    parser.add_argument("--contexts", type=numbers, default=[256, 1024, 4096, 16384], help="to decode after, or none")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of which the median counts; default 3")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--check", action="store_true", help="fail unless promises are measured and all hold")
+    args = parser.parse_args(argv)
+    if min([args.repeat, *args.tokens, *args.contexts]) < 1:
+        parser.error("expected --repeat, --tokens and --contexts of at least 1")
+    installed = [name for name in peers if importlib.util.find_spec(CASES[name].package)]
+    names = []
+    for wanted, known in ((args.only, ours), (args.peers, installed)):
+        chosen = {"all": known, "none": []}.get(wanted, wanted.split(","))
+        if unknown := sorted(set(chosen) - set(known)):
+            parser.error(f"expected names of {', '.join(known)}; got {', '.join(unknown)}")
+        names += chosen
+    return args, names
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Written beside and renamed: the file is never half there."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, names = parse(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    results = measure(names, args)
+    results["promises"] = promises(results)
+    content = {**about(args), **results}
+    if args.json:
+        write_json(args.json, content)
+    print(*(f"{key}: {json.dumps(content[key])}" for key in ("machine", "versions", "settings")), sep="\n", end="\n\n")
+    print(report(results, args.device))
+    missed = not results["promises"] or not all(x["holds"] for x in results["promises"])
+    return int(args.check and missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

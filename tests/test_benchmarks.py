@@ -1,0 +1,90 @@
+"""The benchmark runs at toy sizes and writes what its readers expect; nothing timed is asserted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import memzoo
+
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    """The script as a module; it belongs to no package."""
+    spec = importlib.util.spec_from_file_location("benchmarks_run", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    path = tmp_path_factory.mktemp("benchmark") / "results.json"
+    sizes = ["--tokens", "128", "--contexts", "64,128", "--repeat", "1", "--only", "titans-lmm", "--peers", "none"]
+    command = [sys.executable, str(SCRIPT), *sizes, "--check", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    # No promise can be measured at these sizes, which `--check` must not take for success.
+    assert done.returncode == 1, done.stderr
+    assert "forward + backward" in done.stdout, done.stderr
+    assert "cached decoding" in done.stdout
+    assert [x.name for x in path.parent.iterdir()] == ["results.json"]
+    return json.loads(path.read_text())
+
+
+def test_the_run_describes_itself(results: dict) -> None:
+    assert {"date", "command", "machine", "versions", "settings", "matrix_rate", "promises"} <= results.keys()
+    assert {"python", "memzoo", "torch", "transformers"} <= results["versions"].keys()
+    assert results["settings"]["threads"] == 1
+    assert results["promises"] == []
+
+
+def test_training_and_decoding_rows(results: dict) -> None:
+    (training,) = results["training"]
+    assert (training["case"], training["tokens"]) == ("titans-lmm", 128)
+    for field in ("parameters", "tokens_per_second", "peak_bytes", "flops", "matrix_rate_fraction"):
+        assert training[field] > 0, field
+    assert 0 <= training["increase_bytes"] <= training["peak_bytes"]
+    assert training["speed_ratio"] == training["memory_ratio"] == {}
+    assert [row["context"] for row in results["decoding"]] == [64, 128]
+    for row in results["decoding"]:
+        assert row["ms_per_token"] > 0
+        assert row["cached_error"] < 1e-3
+    first, second = (row["cache_bytes"] for row in results["decoding"])
+    assert first == second > 0
+
+
+def test_unknown_names_are_refused(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--only", "titans-xyz"])
+    message = capsys.readouterr().err
+    assert "titans-xyz" in message
+    assert "titans-lmm" in message
+
+
+def test_every_architecture_has_a_case(benchmark: ModuleType) -> None:
+    for config, *_ in memzoo.ARCHITECTURES:
+        stem = config.model_type.removeprefix("memzoo_")
+        assert any(name.split("-")[0] == stem for name in benchmark.CASES)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_promises_are_judged(benchmark: ModuleType, good: bool) -> None:
+    speed, memory, rival = (2.5, 0.2, 6.0) if good else (1.9, 0.4, 4.0)
+    training = {"case": "titans-lmm", "tokens": 4096, "speed_ratio": {"titans-pytorch": speed}}
+    near = {"case": "titans-lmm", "context": 256, "ms_per_token": 1.0, "speed_ratio": {"titans-pytorch": rival}}
+    far = {"case": "titans-lmm", "context": 16384, "ms_per_token": 1.1 if good else 1.2, "speed_ratio": {}}
+    found = benchmark.promises(
+        {"training": [{**training, "memory_ratio": {"titans-pytorch": memory}}], "decoding": [near, far]}
+    )
+    assert [x["holds"] for x in found] == [good] * 4
+    assert [x["value"] for x in found] == pytest.approx([speed, memory, rival, far["ms_per_token"]])
