@@ -75,6 +75,12 @@ class MemoryConfig(PreTrainedConfig):
         ):
             require(getattr(self, field) >= 1, self, field, "at least 1")
         require(
+            self.pad_token_id is None or 0 <= self.pad_token_id < self.vocab_size,
+            self,
+            "pad_token_id",
+            f"None, or an id below vocab_size={self.vocab_size}",
+        )
+        require(
             self.hidden_size % self.num_attention_heads == 0,
             self,
             "num_attention_heads",

@@ -54,8 +54,8 @@ class TitansConfig(MemoryConfig):
     memory_residual: bool | None = None
     use_momentum: bool = True
     use_retention: bool = True
-    max_step_size: float | None = None
-    max_gradient_norm: float | None = 10.0
+    max_step_size: float | int | None = None
+    max_gradient_norm: float | int | None = 10.0
     chunk_size: int = 64
     num_persistent_tokens: int = 4
     sliding_window: int = 512

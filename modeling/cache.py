@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
@@ -84,6 +84,7 @@ class MemoryCache(Cache):
         super().__init__(layers=[StateLayer() for _ in range(config.num_hidden_layers)])  # type: ignore[misc]
         self.identity = identity(config)
         self.model: weakref.ref[PreTrainedModel] | None = None
+        self.weights_version = 0
         self.position: Tensor | None = None
         self._fits: PreTrainedConfig | None = None
 
@@ -109,27 +110,36 @@ class MemoryCache(Cache):
 
     def commit(self, states: list[Any], rows: Rows, model: PreTrainedModel) -> None:
         """Take the layers' new states after `model` has read `rows`."""
+        if self.position is None or self.model is None:
+            self.weights_version = _version(model)
         self.model = weakref.ref(model)
         for layer, state in zip(self.layers, states, strict=True):
             layer.state = state
             layer.columns += rows.batch[1]
         self.position = rows.position + rows.added
 
-    def check(self, config: PreTrainedConfig, batch: int) -> None:
+    def check(self, model: PreTrainedModel, batch: int) -> None:
         """Raise a ValueError unless this cache fits the model and the batch."""
-        if self._fits is not config:
-            ours = identity(config)
+        if self._fits is not model.config:
+            ours = identity(model.config)
             if self.identity != ours:
                 raise ValueError(
                     f"cache: it belongs to another model: {_differences(ours, self.identity)}. Use "
-                    f"MemoryCache(model.config)."
+                    "MemoryCache(model.config)."
                 )
-            self._fits = config
-        if self.position is not None and self.position.shape[0] != batch:
+            self._fits = model.config
+        if self.position is None:
+            return
+        filler = self.model() if self.model is not None else None
+        if filler is not None and filler is not model:
+            raise ValueError(
+                "cache: it belongs to another model: expected this model or none, got a cache that another model of "
+                "the same configuration has filled. Use a new MemoryCache(model.config)."
+            )
+        if self.position.shape[0] != batch:
             raise ValueError(
                 f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch}. Use a new "
-                f"cache, or "
-                "batch_repeat_interleave / batch_select_indices on this one."
+                "cache, or batch_repeat_interleave / batch_select_indices on this one."
             )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -238,6 +248,11 @@ def save_memory(cache: MemoryCache, path: str | os.PathLike[str]) -> None:
             "save_memory: expected a cache that a forward pass of a living model has filled, got "
             f"{'an empty one' if cache.position is None else 'one whose model is gone'}."
         )
+    if cache.weights_version != _version(model):
+        raise ValueError(
+            "save_memory: the model's weights have changed since it read the text; expected the weights that did. Let "
+            "the model read the text again."
+        )
     tensors: dict[str, Tensor] = {"position": cache.position.detach().clone()}
     structure = [_describe(state, f"layers.{index}", tensors) for index, state in enumerate(cache.states)]
     metadata = {
@@ -252,6 +267,7 @@ def save_memory(cache: MemoryCache, path: str | os.PathLike[str]) -> None:
     os.close(handle)
     try:
         save_file(tensors, beside, metadata=metadata)
+        os.chmod(beside, 0o666 & ~_umask())  # `mkstemp` lets nobody else read
         os.replace(beside, target)
     except BaseException:
         Path(beside).unlink(missing_ok=True)
@@ -268,11 +284,16 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
     Raises:
         ValueError: the file holds no memory, or one of another model, configuration or weights.
     """
-    base: PreTrainedModel = model.base_model  # type: ignore[assignment]
-    with safe_open(os.fspath(path), framework="pt", device=str(base.device)) as file:
+    base = _backbone(model)
+    no_memory = ValueError(f"load_memory: {path} holds no memory: expected a file written by save_memory.")
+    try:
+        opened = safe_open(os.fspath(path), framework="pt", device=str(base.device))
+    except SafetensorError as error:
+        raise no_memory from error
+    with opened as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"load_memory: {path} holds no memory: expected a file written by save_memory.")
+            raise no_memory
         cache = MemoryCache(base.config)
         theirs = json.loads(metadata["identity"])
         if theirs != cache.identity:
@@ -287,8 +308,27 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
     for layer, description in zip(cache.layers, json.loads(metadata["structure"]), strict=True):
         layer.state, layer.columns = _rebuild(description, tensors), int(metadata["columns"])
     cache.position = tensors["position"]
-    cache.model = weakref.ref(base)
+    cache.model, cache.weights_version = weakref.ref(base), _version(base)
     return cache
+
+
+def _backbone(model: torch.nn.Module) -> PreTrainedModel:
+    """The module that reads tokens and fills caches, also inside a wrapper such as PEFT's."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.base_model is module:
+            return module
+    raise ValueError(f"load_memory: expected a model of the zoo, got {type(model).__name__}.")
+
+
+def _version(model: torch.nn.Module) -> int:
+    """A number that grows whenever a weight is changed in place."""
+    return sum(parameter._version for parameter in model.parameters())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _describe(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -25,7 +25,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from memzoo.modeling.cache import MemoryCache
-from memzoo.modeling.sequences import layout
+from memzoo.modeling.sequences import Rows, layout
 
 logger = logging.get_logger(__name__)
 
@@ -119,6 +119,7 @@ class MemoryModel(MemoryPreTrainedModel):
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        packing: bool = True,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens.
@@ -135,12 +136,14 @@ class MemoryModel(MemoryPreTrainedModel):
             output_attentions: refused: a memory has no attention map.
             seq_idx: `[B, T]`, which sequence each token of a packed row belongs to.
             cu_seq_lens_q, cu_seqlens: `[S + 1]`, bounds of the sequences packed into a batch of one row.
+            packing: whether a row may hold several sequences.
 
         Raises:
             ValueError: inputs that do not fit one another, the vocabulary or the cache.
         """
         batch = self._check_inputs(input_ids, inputs_embeds, output_attentions)
         device = input_ids.device if input_ids is not None else inputs_embeds.device  # type: ignore[union-attr]
+        given = cache is not None
         cache = self._cache(cache, use_cache, batch[0])
         if cu_seqlens is not None and cu_seq_lens_q is not None and not torch.equal(cu_seqlens, cu_seq_lens_q):
             raise ValueError("cu_seqlens and cu_seq_lens_q differ; pass one of them.")
@@ -152,35 +155,54 @@ class MemoryModel(MemoryPreTrainedModel):
             seq_idx,
             cu_seqlens if cu_seqlens is not None else cu_seq_lens_q,
             cache.position if cache is not None else None,
+            cache.columns if cache is not None else 0,
         )
+        if rows.packed and not packing:
+            raise ValueError("A row holds several sequences; expected one per row. Unpack the batch and pad it.")
         if rows.packed and cache is not None:
-            if use_cache:
+            if use_cache or given:
                 raise ValueError(
                     "Packed sequences have no cache: its rows are single sequences. Pass use_cache=False, or one "
                     "sequence per row."
                 )
             cache = None
 
+        states = cache.states if cache is not None else [None] * len(self.layers)
+        every, keep = bool(output_hidden_states), cache is not None
+        parts = [self._read(part, input_ids, inputs_embeds, states, every, keep) for part in rows.groups()]
+        hidden = [
+            torch.stack(same).sum(0) if len(same) > 1 else same[0] for same in zip(*(h for h, _ in parts), strict=True)
+        ]
+        if cache is not None:
+            cache.commit(parts[0][1], rows, self)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden[-1],
+            cache=cache,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
+        )
+
+    def _read(
+        self,
+        rows: Rows,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        states: list[Any],
+        every: bool,
+        keep: bool,
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The last hidden states (and, if `every`, those before each block), `[B, T, D]`; if `keep`, the new states."""
         if inputs_embeds is not None:
             hidden = rows.gather(inputs_embeds)
         else:
             hidden = self._embed(rows.gather(input_ids))  # type: ignore[arg-type]
         step = Step(rows.position, rows.lengths, rows.added)
-        states = cache.states if cache is not None else [None] * len(self.layers)
-        new_states, seen = [], []
+        seen, new_states = [], []
         for layer, state in zip(self.layers, states, strict=True):
-            if output_hidden_states:
+            if every:
                 seen.append(rows.scatter(hidden))
-            hidden, state = layer(hidden, step, state, cache is not None)
+            hidden, state = layer(hidden, step, state, keep)
             new_states.append(state)
-        hidden = rows.scatter(self.norm(hidden))
-        if cache is not None:
-            cache.commit(new_states, rows, self)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            cache=cache,
-            hidden_states=(*seen, hidden) if output_hidden_states else None,
-        )
+        return [*seen, rows.scatter(self.norm(hidden))], new_states
 
     def _check_inputs(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, output_attentions: bool | None
@@ -242,7 +264,7 @@ class MemoryModel(MemoryPreTrainedModel):
                 "other. "
                 "Call model.gradient_checkpointing_disable(), or leave the cache out."
             )
-        cache.check(self.config, batch)
+        cache.check(self, batch)
         return cache
 
 
@@ -370,12 +392,16 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: MemoryCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Classify each row of the batch.
@@ -386,18 +412,26 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
                 unequal length is told apart by the config's `pad_token_id`, as elsewhere in transformers.
             labels: `[B]` classes, `[B]` or `[B, num_labels]` targets by the config's `problem_type`.
 
-        The other arguments are those of the backbone; one sequence per row.
+        The other arguments are those of the backbone.
+
+        Raises:
+            ValueError: packed input; a row is one sequence here.
         """
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             attention_mask = _without_trailing_pads(input_ids, self.config.pad_token_id)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            seq_idx=seq_idx,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seqlens=cu_seqlens,
+            packing=False,
             return_dict=True,
         )
         hidden = outputs.last_hidden_state

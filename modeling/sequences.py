@@ -48,6 +48,31 @@ class Rows:
         batch = rows.flatten(0, 1)[self.target.clamp(min=0)]
         return torch.where((self.target >= 0).view(*self.target.shape, *[1] * (rows.ndim - 2)), batch, 0)
 
+    def groups(self) -> list[Rows]:
+        """Packed rows in groups of like length: one long sequence must not pad a hundred short ones.
+
+        A group's lengths are within a factor of two, so that its rows hold at most twice its tokens. In a distributed
+        run there is one group: processes must make the same calls.
+        """
+        if not self.packed or self.lengths is None or self.source is None or self.target is None or _is_distributed():
+            return [self]
+        width, groups = self.source.shape[1], []
+        row = torch.where(self.target >= 0, self.target // width, -1)
+        octave = torch.log2(self.lengths.clamp(min=1).double()).floor()
+        for value in octave.unique():
+            chosen = (octave == value).nonzero()[:, 0]
+            longest = int(self.lengths[chosen].max())
+            place = torch.full((len(self.lengths) + 1,), -1, device=row.device)  # the last for padding
+            place[chosen] = torch.arange(len(chosen), device=row.device)
+            at = place[row]
+            target = torch.where(at >= 0, at * longest + self.target % width, -1)
+            groups.append(
+                Rows(
+                    self.batch, self.position[chosen], self.lengths[chosen], self.source[chosen, :longest], target, True
+                )
+            )
+        return groups
+
     @property
     def added(self) -> Tensor:
         """Real tokens of each row, `[R]`."""
@@ -62,18 +87,20 @@ def layout(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     position: Tensor | None = None,
+    columns: int = 0,
 ) -> Rows:
     """The rows of a batch of new tokens.
 
     Args:
         batch: `(B, T)`.
         device: of the tokens.
-        attention_mask: `[B, >= T]`, nonzero for real tokens; the last T columns belong to the new tokens.
+        attention_mask: `[B, T]` or `[B, columns + T]`, nonzero for real tokens.
         position_ids: `[B, T]` or `[1, T]`; a return to 0 starts another sequence. A constant offset has no effect:
             rotary embeddings are relative, and memories count their own tokens.
         seq_idx: `[B, T]`, the index of each token's sequence.
         cu_seqlens: `[S + 1]`, the bounds of the sequences in a batch of one row.
         position: tokens that each row's sequence has read before, `[B]`; `None` for none.
+        columns: columns of the batch read before, padding included.
 
     Raises:
         ValueError: a mask that is not 2-D or has holes; positions that jump; bounds that do not fit; packing
@@ -81,28 +108,30 @@ def layout(
     """
     count, tokens = batch
     start = torch.zeros(count, dtype=torch.int64, device=device) if position is None else position
-    real = _real_tokens(batch, attention_mask)
+    real = _real_tokens(batch, attention_mask, columns)
     first = _sequence_starts(batch, device, real, position_ids, seq_idx, cu_seqlens)
     if real is None and first is None:
         return Rows(batch, start)
 
     is_real = torch.ones(count, tokens, dtype=torch.bool, device=device) if real is None else real
     begins = is_real & ~torch.nn.functional.pad(is_real, (1, 0))[:, :-1]
-    if first is None:
-        if bool((begins.sum(1) > 1).any()):
-            row = int((begins.sum(1) > 1).nonzero()[0])
-            raise ValueError(
-                f"attention_mask: row {row} has padding between real tokens; expected padding on the left or on the "
-                "right only. Remove the holes, or give the parts as separate sequences."
-            )
-    else:
+    if first is not None:
         begins = begins | (first & is_real)
-        if position is not None and bool((begins.sum(1) > 1).any()):
-            raise ValueError(
-                "Packed sequences cannot continue a cache: its rows are single sequences. Pass the packed batch "
-                "without a "
-                "cache, or one sequence per row with it."
-            )
+    # The sequence of each token by what the batch says, to be constant wherever real tokens follow one another.
+    sequence = torch.zeros_like(is_real, dtype=torch.int64) if first is None else first.long().cumsum(1)
+    row_sequence = torch.where(begins, sequence, -1)
+    again = begins & (row_sequence == torch.nn.functional.pad(row_sequence.cummax(1).values, (1, 0), value=-1)[:, :-1])
+    if bool(again.any()):
+        row = int(again.nonzero()[0, 0])
+        raise ValueError(
+            f"attention_mask: row {row} has padding between real tokens of one sequence; expected padding on the left "
+            "or on the right only. Remove the holes, or say that another sequence starts after them."
+        )
+    if position is not None and bool((begins.sum(1) > 1).any()):
+        raise ValueError(
+            "Packed sequences cannot continue a cache: its rows are single sequences. Pass the packed batch without a "
+            "cache, or one sequence per row with it."
+        )
     packed = bool((begins.sum(1) > 1).any())
     if packed:
         row_of = begins.flatten().cumsum(0) - 1
@@ -126,15 +155,17 @@ def layout(
     return Rows(batch, start, lengths, source, target, packed)
 
 
-def _real_tokens(batch: tuple[int, int], attention_mask: Tensor | None) -> Tensor | None:
+def _real_tokens(batch: tuple[int, int], attention_mask: Tensor | None, columns: int) -> Tensor | None:
     """`[B, T]` bool, or `None` when every token is real."""
     if attention_mask is None:
         return None
     count, tokens = batch
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != count or attention_mask.shape[1] < tokens:
+    shapes = [(count, tokens), *([(count, columns + tokens)] if columns else [])]
+    if tuple(attention_mask.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(
-            f"attention_mask: expected [{count}, {tokens}] (or longer, when it also covers cached tokens), got "
-            f"{tuple(attention_mask.shape)}. Recurrent memories take a 2-D mask of real tokens."
+            f"attention_mask: expected {expected}, got {list(attention_mask.shape)}. Memories take a 2-D mask of "
+            "real tokens: of the new ones, or of the cached and the new ones."
         )
     real = attention_mask[:, attention_mask.shape[1] - tokens :] != 0
     return None if bool(real.all()) else real
@@ -157,14 +188,11 @@ def _sequence_starts(
         found["seq_idx"] = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
     if cu_seqlens is not None:
         found["cu_seqlens"] = _starts_of_bounds(batch, cu_seqlens, device)
-    if real is not None:  # a start is one only where it divides real tokens
-        inside = real & torch.nn.functional.pad(real, (1, 0))[:, :-1]
-        found = {name: starts & inside for name, starts in found.items()}
     if not found:
         return None
     (name, starts), *others = found.items()
     for other, more in others:
-        if not torch.equal(starts, more):
+        if not torch.equal(starts if real is None else starts & real, more if real is None else more & real):
             raise ValueError(f"{name} and {other} divide the batch differently; pass one of them, or make them agree.")
     return starts if bool(starts.any()) else None
 
@@ -191,6 +219,8 @@ def _starts_of_positions(batch: tuple[int, int], position_ids: Tensor, real: Ten
 def _starts_of_bounds(batch: tuple[int, int], cu_seqlens: Tensor, device: torch.device) -> Tensor:
     count, tokens = batch
     bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    while bounds.ndim == 1 and bounds.numel() > 2 and int(bounds[-1]) == int(bounds[-2]):
+        bounds = bounds[:-1]  # some collators repeat the last bound up to a fixed number
     if count != 1 or bounds.ndim != 1 or bounds.numel() < 2:
         raise ValueError(
             f"cu_seqlens: expected the bounds [S + 1] of sequences in a batch of one row, got bounds of shape "
@@ -201,6 +231,10 @@ def _starts_of_bounds(batch: tuple[int, int], cu_seqlens: Tensor, device: torch.
     starts = torch.zeros(1, tokens, dtype=torch.bool, device=device)
     starts[0, bounds[1:-1]] = True
     return starts
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _expect_shape(name: str, x: Tensor, shape: tuple[int, int]) -> None:

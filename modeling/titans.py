@@ -146,9 +146,7 @@ class MAL(Wiring):
             return memory_state, None
         place = torch.arange(persistent.shape[0], device=x.device)[None]
         _, window = self.attention(self.output(read, persistent)[None], place, None, None)
-        return memory_state, KeyValueState(
-            window.keys.expand(rows, -1, -1, -1), window.values.expand(rows, -1, -1, -1), window.valid.expand(rows)
-        )
+        return memory_state, KeyValueState(*(x.expand(rows, *x.shape[1:]) for x in window))
 
 
 class ContextState(NamedTuple):

@@ -72,7 +72,7 @@ def test_halving_any_part_of_the_state_is_seen(name: str) -> None:
     model, rest, cache, want = filled(name, rows=1)
     for index, layer in enumerate(cache.layers):
         for number, tensor in enumerate(layer.tensors):
-            if not tensor.is_floating_point() or tensor.abs().max() == 0:
+            if not tensor.is_floating_point() or not tensor.any():
                 continue
             broken = copy.deepcopy(cache)
             broken.layers[index].tensors[number].mul_(0.5)
@@ -123,9 +123,12 @@ def test_refusals(name: str) -> None:
         cache.activate_past_recording()
     with pytest.raises(ValueError, match="expected a batch of 3 rows as in the cache, got 2"):
         model(rest[:2], cache=cache)
-    other = zoo.causal_lm(next(n for n in zoo.NAMES if zoo.config_of(n).to_dict() != model.config.to_dict()))
+    other = zoo.causal_lm(next(n for n in zoo.NAMES if n != name))
     with pytest.raises(ValueError, match=r"belongs to another model: .*expected .*, got "):
         other(rest, cache=cache)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="another model of the same configuration has filled"):
+        twin(rest, cache=cache)
     for implementation in ("static", "offloaded", "quantized"):
         with pytest.raises(ValueError, match="its own cache of constant size"):
             model.generate(rest, max_new_tokens=2, cache_implementation=implementation)
@@ -232,6 +235,15 @@ def test_a_memory_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> Non
     save_file(load_file(path), tmp_path / "plain.safetensors")
     with pytest.raises(ValueError, match="holds no memory"):
         load_memory(tmp_path / "plain.safetensors", model)
+    (tmp_path / "text.safetensors").write_text("no tensors here")
+    with pytest.raises(ValueError, match="holds no memory"):
+        load_memory(tmp_path / "text.safetensors", model)
+    with torch.no_grad():
+        cache = MemoryCache(changed.config)
+        changed(zoo.tokens(1, 5), cache=cache)
+        next(changed.parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="weights have changed since it read the text"):
+        save_memory(cache, tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="a forward pass of a living model has filled, got an empty"):
         save_memory(MemoryCache(model.config), tmp_path / "none.safetensors")
     assert not (tmp_path / "none.safetensors").exists()

@@ -98,6 +98,14 @@ def build(name: str, dtype: torch.dtype = torch.float32, **overrides: object) ->
     return enliven(AutoModelForCausalLM.from_config(config_of(name, **overrides), dtype=dtype)).train()
 
 
+def rounded(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """The float32 model with its weights rounded to `dtype`."""
+    model = build(name).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    return model
+
+
 def classifier(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     torch.manual_seed(0)
     config = config_of(name, num_labels=3)

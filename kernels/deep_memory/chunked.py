@@ -27,6 +27,7 @@ from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inn
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
 
+@torch.compiler.disable  # a Python walk over the chunks: dynamo would trace every chunk, for nothing
 def deep_memory(
     query: Tensor,
     key: Tensor,

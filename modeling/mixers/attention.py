@@ -27,6 +27,10 @@ class KeyValueState(NamedTuple):
     """`[B, H, R, D]`."""
     valid: Tensor
     """`[B]`, int64."""
+    prefix_keys: Tensor
+    """Of the tokens that every token sees, `[B, H, P, D]`."""
+    prefix_values: Tensor
+    """`[B, H, P, D]`."""
 
 
 class CausalAttention(nn.Module):
@@ -73,19 +77,26 @@ class CausalAttention(nn.Module):
             position: rotary position of each, `[B, L]`; the prefix stands at 0, 1, ...
             added: real tokens per row, `[B]`; `None` when all are.
             state: carried keys, or `None` at the start.
-            prefix: tokens that every token sees, `[P, D_model]`.
+            prefix: tokens that every token sees, `[P, D_model]`; looked at where there is no state, which keeps them.
 
         Returns:
             `[B, L, D_model]` and the new state.
         """
         q, k, v = self._project(x, position, queries=True)
-        if prefix is not None and prefix.shape[0] > 0:
-            places = torch.arange(prefix.shape[0], device=x.device)[None]
-            _, prefix_k, prefix_v = self._project(prefix[None], places, queries=False)
-        else:
-            prefix_k = prefix_v = k[:1, :, :0]
-        y = self._attend(q, k, v, state, prefix_k, prefix_v)
-        return y, self._carry(k, v, added, state)
+        if state is None:
+            state = self._begin(k, prefix)
+        return self._attend(q, k, v, state), self._carry(k, v, added, state)
+
+    def _begin(self, k: Tensor, prefix: Tensor | None) -> KeyValueState:
+        """No carried keys yet, for rows with new keys `k`."""
+        none = k.new_zeros(*k.shape[:2], 0, k.shape[3])
+        valid = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+        if prefix is None or prefix.shape[0] == 0:
+            return KeyValueState(none, none, valid, none, none)
+        places = torch.arange(prefix.shape[0], device=k.device)[None]
+        _, prefix_k, prefix_v = self._project(prefix[None], places, queries=False)
+        prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
+        return KeyValueState(none, none, valid, prefix_k, prefix_v)
 
     def _project(self, x: Tensor, position: Tensor, queries: bool) -> tuple[Tensor, Tensor, Tensor]:
         def heads(projection: nn.Linear) -> Tensor:
@@ -97,66 +108,58 @@ class CausalAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         return q, k, v
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, prefix_k: Tensor, prefix_v: Tensor
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState) -> Tensor:
         """Blocks of queries as separate batch rows, each with the keys that its window reaches.
 
         A block of Q queries sees at most the R keys before it and its own Q, so that a long row costs L (R + Q), not
         L^2.
         """
         batch, _, tokens, _ = q.shape
-        held, valid = 0, torch.zeros(batch, dtype=torch.int64, device=q.device)
-        if state is not None:
-            held, valid = state.keys.shape[2], state.valid
+        held, prefix = state.keys.shape[2], (state.prefix_keys, state.prefix_values)
+        if held:
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
         if self.window is None or tokens <= self.window:
-            y = self._interface(q, k, v, held - valid, held, prefix_k, prefix_v)
-            return y.flatten(2)
+            return self._interface(q, k, v, prefix, held - state.valid, held).flatten(2)
         size, reach = self.window, self.window - 1  # every block sees `reach` keys before it
         blocks = -(-tokens // size)
         end = blocks * size - tokens
         k, v = (nn.functional.pad(x, (0, 0, reach - held, end)) for x in (k, v))
         k, v = (x.unfold(2, reach + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
         q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
+        prefix = (prefix[0].repeat_interleave(blocks, dim=0), prefix[1].repeat_interleave(blocks, dim=0))
         # Keys of a block that do not exist: more than `valid` before the row's first new token.
-        first = (reach - valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
-        y = self._interface(q, k, v, first.flatten(), reach, prefix_k, prefix_v)
+        first = (reach - state.valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
+        y = self._interface(q, k, v, prefix, first.flatten(), reach)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
     def _interface(
-        self, q: Tensor, k: Tensor, v: Tensor, first: Tensor, held: int, prefix_k: Tensor, prefix_v: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], first: Tensor, held: int
     ) -> Tensor:
-        """`[N, H, Q, D]` queries on `[N, H, R + Q, D]` keys, of which those before `first` `[N]` do not exist."""
-        prefix = prefix_k.shape[2]
+        """`[N, H, Q, D]` queries on a prefix and `[N, H, R + Q, D]` keys; those before `first` `[N]` do not exist."""
+        count = prefix[0].shape[2]
         implementation = self.config._attn_implementation
         flash = is_flash_attention_requested(self.config)
-        if flash and prefix > 0 and self.window is not None:
+        if flash and count > 0 and self.window is not None:
             raise ValueError(
-                f"attn_implementation={implementation!r} cannot show {prefix} persistent tokens beyond a sliding "
-                f"window; "
-                "expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
+                f"attn_implementation={implementation!r} cannot show {count} persistent tokens beyond a sliding "
+                "window; expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
             )
-        rows = q.shape[0]
-        if prefix > 0:
-            k, v = (
-                torch.cat([p.expand(rows, -1, -1, -1), x], dim=2)
-                for p, x in ((prefix_k.to(k.dtype), k), (prefix_v.to(v.dtype), v))
-            )
-        keys, queries = k.shape[2], q.shape[2]
-        mask = None
-        # One query that all keys are there for, as in steady decoding, needs no mask, and building one would cost more
+        if count > 0:
+            k, v = torch.cat([prefix[0], k], dim=2), torch.cat([prefix[1], v], dim=2)
+        queries, keys = q.shape[2], k.shape[2]
+        missing = bool((first > 0).any())
+        mask = valid = None
+        if flash and missing:
+            place = torch.arange(keys, device=q.device)
+            valid = (place < count) | (place >= count + first[:, None])
+        # One query for which all keys are there, as in steady decoding, needs no mask; building one would cost more
         # than its attention.
-        if flash or queries > 1 or held + 1 > (self.window or keys) or bool((first > 0).any()):
-            valid = None
-            if flash and bool((first > 0).any()):
-                place = torch.arange(keys, device=q.device)
-                valid = (place < prefix) | (place >= prefix + first[:, None])
+        if flash or missing or queries > 1 or (self.window is not None and held >= self.window):
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-                batch_size=rows,
+                batch_size=q.shape[0],
                 q_length=queries,
                 kv_length=keys,
-                mask_function=self._mask(first, prefix, held),
+                mask_function=self._mask(first, count, held),
                 attention_mask=valid,
                 allow_is_causal_skip=False,
                 dtype=q.dtype,
@@ -189,21 +192,17 @@ class CausalAttention(nn.Module):
 
         return sees
 
-    def _carry(self, k: Tensor, v: Tensor, added: Tensor | None, state: KeyValueState | None) -> KeyValueState:
+    def _carry(self, k: Tensor, v: Tensor, added: Tensor | None, state: KeyValueState) -> KeyValueState:
         """The last `carried` keys and values up to each row's last real token."""
-        batch, heads, tokens, width = k.shape
-        if state is None:
-            empty = k.new_zeros(batch, heads, self.carried, width)
-            state = KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.int64, device=k.device))
+        heads, tokens, width = k.shape[1:]
+        keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+        missing = self.carried + tokens - keys.shape[2]  # a state that has just begun carries none
+        if missing > 0:
+            keys, values = (nn.functional.pad(x, (0, 0, missing, 0)) for x in (keys, values))
         if added is None:
-            keys, values = (
-                torch.cat([old[:, :, min(tokens, self.carried) :], new[:, :, max(0, tokens - self.carried) :]], dim=2)
-                for old, new in ((state.keys, k), (state.values, v))
-            )
-            return KeyValueState(keys, values, (state.valid + tokens).clamp(max=self.carried))
-        index = (added[:, None] + torch.arange(self.carried, device=k.device))[:, None, :, None]
-        keys, values = (
-            torch.cat([old, new], dim=2).gather(2, index.expand(-1, heads, -1, width))
-            for old, new in ((state.keys, k), (state.values, v))
-        )
-        return KeyValueState(keys, values, (state.valid + added).clamp(max=self.carried))
+            keys, values = keys[:, :, tokens:].clone(), values[:, :, tokens:].clone()
+        else:
+            index = (added[:, None] + torch.arange(self.carried, device=k.device))[:, None, :, None]
+            keys, values = (x.gather(2, index.expand(-1, heads, -1, width)) for x in (keys, values))
+        valid = (state.valid + (tokens if added is None else added)).clamp(max=self.carried)
+        return state._replace(keys=keys, values=values, valid=valid)

@@ -160,16 +160,17 @@ class DeepMemory(nn.Module):
 
     def retrieve(self, x: Tensor, weights: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
         """`M(q)` for `q = x query`, read at fixed `weights` without writing, `[B, L, D]` to `[B, L, D]`."""
-        q = F.normalize(F.silu(query(x)).unflatten(-1, (self.heads, -1)), dim=-1, eps=1e-6)
+        q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
+        wide = torch.promote_types(q.dtype, torch.float32)
         y = retrieve(
-            q,
+            F.normalize(q.to(wide), dim=-1, eps=1e-6),
             weights,
             position,
             activation=self.activation,
             residual=self.residual,
             unlock=self.schedule.unlock,
         )
-        return y.flatten(2)
+        return y.flatten(2).to(q.dtype)
 
     def _read(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
@@ -177,7 +178,8 @@ class DeepMemory(nn.Module):
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         mixed, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
         streams = F.silu(mixed).unflatten(-1, (3, self.heads, -1))
-        q, k = F.normalize(streams[:, :, :2], dim=-1, eps=1e-6).unbind(2)
+        wide = torch.promote_types(streams.dtype, torch.float32)  # float16 has no 1e-6
+        q, k = F.normalize(streams[:, :, :2].to(wide), dim=-1, eps=1e-6).unbind(2)
         output, memory = deep_memory(
             q,
             k,
@@ -194,7 +196,7 @@ class DeepMemory(nn.Module):
             lengths=lengths,
             backend=self.backend,
         )
-        return output.flatten(2), MemoryState(tail, memory)
+        return output.flatten(2).to(streams.dtype), MemoryState(tail, memory)
 
 
 def _logit(gate: nn.Module, x: Tensor) -> Tensor:
