@@ -156,8 +156,11 @@ class Network:
             x = x[:, block_of_unit(self.widths[layer if inputs else layer + 1], self.blocks, x.device)]
         return x[:, None, :] if inputs else x[:, :, None]
 
-    def per_weight_block(self, x: Tensor, layer: int) -> Tensor:
-        """Sum over the weights of each block, `[M, out, in]` to `[M, E]`."""
+    def per_weight_block(self, a: Tensor, b: Tensor, layer: int) -> Tensor:
+        """Sum of `a * b` over the weights of each block, `[M, out, in]` to `[M, E]`."""
+        if self.blocks == 1:
+            return torch.bmm(a.flatten(1)[:, None], b.flatten(1)[..., None])[..., 0]
+        x = a * b
         if self.is_between(layer):
             block = self._block_between(layer, x.device).flatten()
             return x.new_zeros(x.shape[0], self.blocks).index_add_(1, block, x.flatten(1))
@@ -452,14 +455,14 @@ def advance_backward(
     for layer in range(network.depth):
         x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
         d_weights.append(network.per_weight(c.keep_end, layer) * dw)
-        d_c.keep_end.add_(network.per_weight_block(dw * weights[layer], layer))
+        d_c.keep_end.add_(network.per_weight_block(dw, weights[layer], layer))
         _row_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
         if network.momentum:
             ds = d_new_slots[layer]
             d_slot = network.per_weight(c.momentum_read_end, layer) * dw
             d_slots.append(d_slot.addcmul_(network.per_weight(c.momentum_keep_end, layer), ds))
-            d_c.momentum_read_end.add_(network.per_weight_block(dw * slots[layer], layer))
-            d_c.momentum_keep_end.add_(network.per_weight_block(ds * slots[layer], layer))
+            d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
+            d_c.momentum_keep_end.add_(network.per_weight_block(ds, slots[layer], layer))
             _row_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer])
     return [*d_weights, *d_slots]
 

@@ -111,8 +111,7 @@ class CausalAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState) -> Tensor:
         """Blocks of queries as separate batch rows, each with the keys that its window reaches.
 
-        A block of Q queries sees at most the R keys before it and its own Q, so that a long row costs L (R + Q), not
-        L^2.
+        A block sees the keys of the one before it and its own, so that a long row costs 2 L W, not L^2.
         """
         batch, _, tokens, _ = q.shape
         held, prefix = state.keys.shape[2], (state.prefix_keys, state.prefix_values)
@@ -120,17 +119,21 @@ class CausalAttention(nn.Module):
             k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
         if self.window is None or tokens <= self.window:
             return self._interface(q, k, v, prefix, held - state.valid, held).flatten(2)
-        size, reach = self.window, self.window - 1  # every block sees `reach` keys before it
+        size = self.window
         blocks = -(-tokens // size)
         end = blocks * size - tokens
-        k, v = (nn.functional.pad(x, (0, 0, reach - held, end)) for x in (k, v))
-        k, v = (x.unfold(2, reach + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
+        k, v = (self._with_block_before(x, size - held, end) for x in (k, v))
         q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
         prefix = (prefix[0].repeat_interleave(blocks, dim=0), prefix[1].repeat_interleave(blocks, dim=0))
         # Keys of a block that do not exist: more than `valid` before the row's first new token.
-        first = (reach - state.valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
-        y = self._interface(q, k, v, prefix, first.flatten(), reach)
+        first = (size - state.valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
+        y = self._interface(q, k, v, prefix, first.flatten(), size)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
+
+    def _with_block_before(self, x: Tensor, start: int, end: int) -> Tensor:
+        """Keys `[B, H, L, D]`, padded at both ends, as blocks of the window's size, each behind the one before it."""
+        blocks = nn.functional.pad(x, (0, 0, start, end)).unflatten(2, (-1, self.window))
+        return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
 
     def _interface(
         self, q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], first: Tensor, held: int

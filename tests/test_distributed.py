@@ -1,0 +1,66 @@
+"""Two processes that share a batch, with whole models or with shards of one, train as one process does.
+
+The processes run on CPUs and talk through gloo. `accelerate launch --cpu` starts one process only; `--multi_gpu` is
+its name for several on this machine, and `ACCELERATE_USE_CPU` says on what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import distributed_worker
+import pytest
+import torch
+import zoo
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from tolerances import GRADIENT, MODEL, close
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+WORKER = Path(distributed_worker.__file__)
+LAUNCH = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[float]]]]:
+    """Where one process has written its models, and their losses."""
+    folder = tmp_path_factory.mktemp("alone")
+    accelerator = Accelerator(cpu=True)
+    yield (
+        folder,
+        {case: distributed_worker.train(case, folder / case, accelerator) for case in distributed_worker.CASES},
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(mode: str, alone: tuple[Path, dict[str, list[float]]], tmp_path: Path) -> None:
+    """The same losses; a checkpoint that loads, holds the weights of one process and continues where training ended."""
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parent)}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH.split(), str(WORKER), mode, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    folder, losses = alone
+    for case, expected in losses.items():
+        got = json.loads((tmp_path / case / "losses.json").read_text())
+        close(torch.tensor(got), torch.tensor(expected), GRADIENT)
+        weights = loaded(folder / case)
+        start = zoo.build(case, **distributed_worker.CASES[case]).state_dict()
+        again = loaded(tmp_path / case)
+        assert again.keys() == weights.keys()
+        for key, weight in weights.items():
+            close(again[key] - start[key], weight - start[key], MODEL[torch.float32])
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / case)
+        ids = zoo.tokens(distributed_worker.ROWS, distributed_worker.LENGTH, seed=distributed_worker.STEPS)
+        close(model(ids, labels=ids).loss, torch.tensor(got[-1]), GRADIENT)
