@@ -1,6 +1,6 @@
 """What the zoo costs: speed and memory of training and of cached decoding, beside peers, in one run on one thread.
 
-    python benchmarks/run.py --json benchmarks/results/cpu.json
+    python benchmarks/run.py --json results.json
 
 Every model reads the same token ids, one case after another, each in a process of its own, so that its peak memory is
 its own. Speed is tokens per CPU second (`time.process_time`), which a busy machine disturbs less than the clock; on a

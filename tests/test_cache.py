@@ -197,7 +197,7 @@ def test_another_process_continues_a_saved_memory(name: str, tmp_path: Path) -> 
     model.save_pretrained(tmp_path / "model")
     torch.save(rest, tmp_path / "rest.pt")
     arguments = [tmp_path / part for part in ("model", "memory.safetensors", "rest.pt", "out.pt")]
-    subprocess.run([sys.executable, "-c", _CONTINUE, *map(str, arguments)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _CONTINUE, *map(str, arguments)], check=True, timeout=400)
     logits, length = torch.load(tmp_path / "out.pt")
     close(logits, want, BOUND)
     assert length == FIRST + REST

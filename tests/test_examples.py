@@ -62,7 +62,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A script in a process of its own, with one thread, as the tests run in parallel."""
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
 
 
 def perplexity(process: subprocess.CompletedProcess[str]) -> float:
