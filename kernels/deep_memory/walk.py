@@ -181,8 +181,9 @@ class Walk(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         network, ends = ctx.network, ctx.ends
-        tensors = Tensors.of(network, ctx.saved_tensors[: ctx.count])
-        starts, states = ctx.saved_tensors[ctx.count :], len(tensors.memory)
+        saved = ctx.saved_tensors  # once: checkpointing hands each of them out a single time
+        tensors, starts = Tensors.of(network, saved[: ctx.count]), saved[ctx.count :]
+        states = len(tensors.memory)
         d_output, d_memory, d_factors = gradients[0], tuple(gradients[1 : 1 + states]), gradients[1 + states :]
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
         d_coefficients = Coefficients(*(torch.zeros_like(x) for x in tensors.coefficients))
