@@ -103,6 +103,7 @@ class MemoryModel(MemoryPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @torch.compiler.disable(recursive=False)  # the plumbing stays Python, the blocks compile
     @deprecate_kwarg("cache_params", "5.40.0", new_name="cache", raise_if_both_names=True)
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
     @can_return_tuple
@@ -281,6 +282,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @torch.compiler.disable(recursive=False)  # the plumbing stays Python, the blocks compile
     @deprecate_kwarg("cache_params", "5.40.0", new_name="cache", raise_if_both_names=True)
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
     @can_return_tuple
@@ -385,6 +387,7 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
+    @torch.compiler.disable(recursive=False)  # the plumbing stays Python, the blocks compile
     @deprecate_kwarg("cache_params", "5.40.0", new_name="cache", raise_if_both_names=True)
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)
     @can_return_tuple
