@@ -52,15 +52,14 @@ class Memory:
     def read(self, x: Tensor, first: int, chunk: int, unlock: list[int]) -> Tensor:
         """Write the tokens `[T, D]` one by one, each read after it was written (Titans Eq 13-15)."""
         layer, config, heads = self.layer, self.config, self.config.num_attention_heads
-        stream = torch.cat([self.tail, torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], dim=-1)])
+        stream = torch.cat([self.tail, layer.qkv_proj(x)])
         width = config.conv_width
         mixed = torch.stack([(layer.conv.weight.T * stream[t : t + width]).sum(0) for t in range(len(x))])
         self.tail = stream[len(x) :]
         q, k, v = F.silu(mixed).view(len(x), 3, heads, -1).unbind(1)
         q, k = unit(q), unit(k)
-        keep = 1 - torch.sigmoid(layer.retention_gate(x))
-        momentum = torch.sigmoid(layer.momentum_gate(x))
-        step = config.max_step_size * torch.sigmoid(layer.step_size_gate(x))
+        step, momentum, forget = torch.sigmoid(layer.gates.weight @ x + layer.gates.bias).view(3, -1)
+        keep, step = 1 - forget, config.max_step_size * step
         outputs = []
         for t in range(len(x)):
             if t % chunk == 0:

@@ -88,6 +88,10 @@ class Network:
         hidden = (width // self.blocks * open_blocks for width in self.widths[1:-1])
         return replace(self, widths=(self.widths[0], *hidden, self.widths[-1]), blocks=open_blocks)
 
+    def plain(self) -> Network:
+        """The network with all blocks joined into one: what it is once every block has been open since its anchor."""
+        return self if self.blocks == 1 else replace(self, blocks=1)
+
     def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
         """This network's part of weights and momentum `[M, out, in]` of a wider one."""
         layers = [*range(self.depth)] * (len(memory) // self.depth)
@@ -102,12 +106,13 @@ class Network:
         """Widths of a token's inputs, then deltas."""
         return (*self.widths[:-1], *self.widths[1:])
 
-    def gates_inputs(self, layer: int) -> bool:
-        """Whether the blocks of a layer's weights are those of its inputs (else of its outputs).
+    def scales_inputs(self, layer: int) -> bool:
+        """Whether a coefficient of a layer's weights multiplies its inputs (else its outputs).
 
-        The last layer's outputs are the read-out, which no block owns; a lone layer's blocks are key coordinates.
+        It does where the capacity blocks are: the last layer's outputs are the read-out, which no block owns; a lone
+        layer's blocks are key coordinates. A single block's coefficient takes the narrower side, which is cheaper.
         """
-        return layer == self.depth - 1
+        return layer == self.depth - 1 if self.blocks > 1 else self.widths[layer] <= self.widths[layer + 1]
 
     def is_between(self, layer: int) -> bool:
         """Whether a layer joins two hidden layers, so that both ends of a weight must be open."""
@@ -145,7 +150,7 @@ class Network:
         """`[M, E]` to a factor of the weights `[M, out, in]`."""
         if self.is_between(layer):
             return x[:, self._block_between(layer, x.device)]
-        inputs = self.gates_inputs(layer)
+        inputs = self.scales_inputs(layer)
         if self.blocks > 1:
             x = x[:, block_of_unit(self.widths[layer if inputs else layer + 1], self.blocks, x.device)]
         return x[:, None, :] if inputs else x[:, :, None]
@@ -158,7 +163,7 @@ class Network:
         if self.is_between(layer):
             block = self._block_between(layer, x.device).flatten()
             return x.new_zeros(x.shape[0], self.blocks).index_add_(1, block, x.flatten(1))
-        if self.gates_inputs(layer):
+        if self.scales_inputs(layer):
             return self.per_block(x.sum(1), layer)
         return self.per_block(x.sum(2), layer + 1)
 
@@ -180,7 +185,7 @@ def _anchor_product(
                 for out, into in _shells(network, layer, block):
                     y[..., out] += (z[..., into] @ weight[:, out, into].mT) * c[..., block, None]
         return y, []
-    if network.gates_inputs(layer):
+    if network.scales_inputs(layer):
         (weight, c), *others = pairs
         y = network.scale(z, c, layer) @ weight.mT
         for weight, c in others:
@@ -222,7 +227,7 @@ def _anchor_product_backward(
                     dz[..., into] += g_w * c[..., block, None]
                     d_c[..., block] += (z_in * g_w).sum(-1)
                     d_weight[:, out, into] += (g_out * c[..., block, None]).mT @ z_in
-        elif network.gates_inputs(layer):
+        elif network.scales_inputs(layer):
             g_w = g @ weight
             d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
             dz += network.scale(g_w, c, layer)
@@ -427,9 +432,18 @@ def advance(
         if network.momentum:
             weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
             slot = network.per_weight(momentum_keep, layer) * slots[layer]
-            new_slots.append(slot.baddbmm_((deltas[layer] * momentum_write[..., None]).mT, inputs[layer], alpha=-1))
-        new_weights.append(weight.baddbmm_((deltas[layer] * write[..., None]).mT, inputs[layer], alpha=-1))
+            new_slots.append(_write(slot, inputs[layer], deltas[layer], momentum_write))
+        new_weights.append(_write(weight, inputs[layer], deltas[layer], write))
     return new_weights, new_slots
+
+
+def _write(weight: Tensor, x: Tensor, delta: Tensor, write: Tensor) -> Tensor:
+    """`weight - (delta * write)^T x`, in place; the coefficient on the narrower side."""
+    if x.shape[-1] < delta.shape[-1]:
+        x = x * write[..., None]
+    else:
+        delta = delta * write[..., None]
+    return weight.baddbmm_(delta.mT, x, alpha=-1)
 
 
 def advance_backward(
@@ -450,22 +464,30 @@ def advance_backward(
         x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
         d_weights.append(network.per_weight(c.keep_end, layer) * dw)
         d_c.keep_end.add_(network.per_weight_block(dw, weights[layer], layer))
-        _row_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
+        _write_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
         if network.momentum:
             ds = d_new_slots[layer]
             d_slot = network.per_weight(c.momentum_read_end, layer) * dw
             d_slots.append(d_slot.addcmul_(network.per_weight(c.momentum_keep_end, layer), ds))
             d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
             d_c.momentum_keep_end.add_(network.per_weight_block(ds, slots[layer], layer))
-            _row_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer])
+            _write_backward(
+                ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer]
+            )
     return [*d_weights, *d_slots]
 
 
-def _row_backward(
+def _write_backward(
     g: Tensor, x: Tensor, delta: Tensor, write: Tensor, d_write: Tensor, d_input: Tensor, d_delta: Tensor
 ) -> None:
-    """Backward of `-(delta * write)^T x`, `g` being the gradient of that sum; adds to the last three."""
-    xg = x @ g.mT
-    d_write.sub_((delta * xg).sum(-1))
-    d_delta.addcmul_(xg, write[..., None], value=-1)
-    d_input.baddbmm_(delta * write[..., None], g, alpha=-1)
+    """Backward of `_write`, `g` being the gradient of its result; adds to the last three."""
+    if x.shape[-1] < delta.shape[-1]:
+        g_delta = delta @ g
+        d_write.sub_((g_delta * x).sum(-1))
+        d_input.addcmul_(g_delta, write[..., None], value=-1)
+        d_delta.baddbmm_(x * write[..., None], g.mT, alpha=-1)
+    else:
+        g_x = x @ g.mT
+        d_write.sub_((g_x * delta).sum(-1))
+        d_delta.addcmul_(g_x, write[..., None], value=-1)
+        d_input.baddbmm_(delta * write[..., None], g, alpha=-1)

@@ -17,7 +17,8 @@ over the chunks is sequential (`walk.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ def deep_memory(
         return _step(network, query, key, value, log_retention, log_momentum, step_size, state, unlock)
 
     grid = Grid.of(state, query.shape[1], chunk_size, lengths, unlock)
+    if differentiable and grid.held is not None and grid.ends.full_from == 0:
+        # A given state has a coefficient, and so a gradient, per block.
+        grid = replace(grid, ends=grid.ends._replace(full_from=1))
     coefficients, is_open, final = _coefficients(
         None if log_retention is None else grid.chunks(log_retention),
         None if log_momentum is None else grid.chunks(log_momentum),
@@ -122,25 +126,28 @@ class Grid:
         if not state.inputs and lengths is None:  # no token read yet: all is known without looking at a tensor
             whole, rest = divmod(new, size)
             count = -(-new // size)
-            open_blocks = _open_blocks(0, count, size, unlock)
+            blocks = {"open_blocks": _open_blocks(0, count, size, unlock), "full_from": -(-unlock[-1] // size)}
             if rest == 0:
-                return Grid(batch, heads, new, count, size, None, None, None, Ends(open_blocks=open_blocks))
+                return Grid(batch, heads, new, count, size, None, None, None, Ends(**blocks))
             done = torch.full_like(state.position, whole).repeat_interleave(heads)
             filled = torch.full_like(state.position, rest)
-            return Grid(batch, heads, new, count, size, None, None, filled, Ends(None, done, whole, whole, open_blocks))
+            return Grid(batch, heads, new, count, size, None, None, filled, Ends(None, done, whole, whole, **blocks))
         held = state.position % size if state.inputs else None
         total = torch.full_like(state.position, new) if lengths is None else lengths
         if held is not None:
             total = total + held
         fewest, most = (int(x) for x in torch.aminmax(total))
         count = max(1, -(-most // size))
-        latest = 0 if held is None or len(unlock) == 1 else int((state.position - held).max())
+        earliest = latest = 0
+        if held is not None and len(unlock) > 1:
+            earliest, latest = (int(x) for x in torch.aminmax(state.position - held))
         ends = Ends(
             held=None if held is None else held.repeat_interleave(heads),
             done=(total // size).repeat_interleave(heads),
             fewest=fewest // size,
             most=most // size,
             open_blocks=_open_blocks(latest, count, size, unlock),
+            full_from=max(0, -(-(unlock[-1] - earliest) // size)),
         )
         return Grid(batch, heads, new, count, size, held, lengths, total % size, ends)
 
@@ -197,14 +204,14 @@ def _coefficients(
     `t` counts the tokens read since the chunk's start, 0 to C; gates are `[N, M, C]`.
     """
     size, heads = grid.size, grid.heads
-    keep = _products(
+    keep = _Products.apply(
         torch.zeros_like(step_size) if log_retention is None else log_retention
     )  # A(t, j), [N, M, 1+C, 1+C]
     if log_momentum is None:
         slot = torch.eye(1 + size, dtype=step_size.dtype, device=step_size.device).expand_as(keep)
         both = keep
     else:
-        slot = _products(log_momentum)  # E
+        slot = _Products.apply(log_momentum)  # E
         both = keep @ slot  # H
     write = both[..., 1:] * step_size[..., None, :]
     momentum_write = slot[..., 1:] * step_size[..., None, :]
@@ -269,17 +276,31 @@ def _coefficients(
     return coefficients, is_open, final
 
 
-def _products(log_gate: Tensor) -> Tensor:
+class _Products(torch.autograd.Function):
     """`P(t, j) = prod_{n=j+1..t} gate_n` for `0 <= j <= t <= C`, else 0; `[..., C]` to `[..., 1 + C, 1 + C]`.
 
     Sums of logs over each interval, never differences of running sums: exact for gates of 0 and 1.
     """
-    size = log_gate.shape[-1]
-    ones = torch.ones(1 + size, 1 + size, dtype=torch.bool, device=log_gate.device)
-    inside = ones[1:].tril()  # n > j, rows n = 1..C
-    sums = torch.where(inside, log_gate[..., None], 0).cumsum(-2)
-    sums = torch.nn.functional.pad(sums, (0, 0, 1, 0))
-    return torch.where(ones.tril(), sums.exp(), 0)
+
+    @staticmethod
+    def forward(ctx: Any, log_gate: Tensor) -> Tensor:
+        size = log_gate.shape[-1]
+        products = log_gate.new_zeros(*log_gate.shape[:-1], 1 + size, 1 + size)
+        sums = products[..., 1:, :]
+        outside = torch.ones(size, 1 + size, dtype=torch.bool, device=log_gate.device).triu(1)  # n <= j, n = 1..C
+        sums.copy_(log_gate[..., None]).masked_fill_(outside, 0)
+        products = products.cumsum_(-2).exp_().tril_()
+        ctx.save_for_backward(products)
+        return products
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_products: Tensor) -> Tensor:
+        (products,) = ctx.saved_tensors
+        size = products.shape[-1] - 1
+        d_sums = (d_products * products)[..., 1:, :]
+        later = torch.ones(size, size, dtype=products.dtype, device=products.device).triu()  # t >= n
+        return (later @ d_sums).tril_().sum(-1)
 
 
 def _at_end(x: Tensor, grid: Grid, fresh: float) -> Tensor:

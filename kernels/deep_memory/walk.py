@@ -38,6 +38,8 @@ class Ends(NamedTuple):
     """Least and greatest of `done`."""
     open_blocks: tuple[int, ...] = ()
     """For each chunk the blocks that any row sees in it; empty: all."""
+    full_from: int = 0
+    """First chunk before whose start all blocks were open, for every row."""
 
     def is_held(self, chunk: int, size: int) -> Tensor | None:
         """`[M, C, 1]`, or `None` for nowhere."""
@@ -98,7 +100,10 @@ class Chunk(NamedTuple):
 
     @staticmethod
     def of(network: Network, ends: Ends, tensors: Tensors, at: int) -> Chunk:
-        part = network.narrowed(ends.open_blocks[at]) if ends.open_blocks else network
+        if at >= ends.full_from:
+            part = network.plain()
+        else:
+            part = network.narrowed(ends.open_blocks[at]) if ends.open_blocks else network
         is_open = tensors.is_open[at][..., : part.blocks] if tensors.is_open is not None and part.blocks > 1 else None
         is_held = ends.is_held(at, tensors.key.shape[2])
         c = tensors.coefficients.at(at, part.blocks)
@@ -153,7 +158,7 @@ def walk(
 
 def _widened(part: Network, new: list[Tensor], network: Network, old: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The whole memory with its open part replaced."""
-    if part is network:
+    if part.widths == network.widths:
         return tuple(new)
     whole = tuple(x.clone() for x in old)
     for x, value in zip(part.of_memory(whole), new, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from memzoo.kernels.blocked import blocked
 from memzoo.kernels.deep_memory import DeepMemoryState, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
 from memzoo.kernels.short_conv import short_conv
@@ -26,7 +28,7 @@ class MemoryState(NamedTuple):
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution; see `memzoo.kernels.short_conv`."""
+    """A causal depthwise convolution with SiLU; see `memzoo.kernels.short_conv`."""
 
     def __init__(self, channels: int, width: int, backend: str) -> None:
         super().__init__()
@@ -38,25 +40,40 @@ class ShortConv(nn.Module):
         init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        return short_conv(x, self.weight.to(x.dtype), tail, lengths=lengths, backend=self.backend)
+        return short_conv(x, self.weight.to(x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
 
 
-class InnerGate(nn.Linear):
-    """The logit of one number per head and token: a retention, a momentum, a step size.
+class InnerGates(nn.Linear):
+    """Logits of one number per head and token for each of several gates: a retention, a momentum, a step size.
 
     Args:
         width: model width.
         heads: heads.
-        low, high: range of the initial `sigmoid(bias)`, log-uniform over the heads.
+        ranges: for each gate the range of its initial `sigmoid(bias)`, log-uniform over the heads.
     """
 
-    def __init__(self, width: int, heads: int, low: float, high: float) -> None:
-        self.low, self.high = low, high
-        super().__init__(width, heads, bias=True)
+    def __init__(self, width: int, heads: int, ranges: Sequence[tuple[float, float]]) -> None:
+        self.heads, self.ranges = heads, ranges
+        super().__init__(width, heads * len(ranges), bias=True)
 
     def init_weights(self) -> None:
-        share = torch.linspace(math.log(self.low), math.log(self.high), self.out_features).exp()
-        init.copy_(self.bias, torch.logit(share).to(self.bias))
+        shares = [torch.linspace(math.log(low), math.log(high), self.heads).exp() for low, high in self.ranges]
+        init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
+        worth having."""
+        logits = super().forward(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).unflatten(-1, (-1, self.heads)).unbind(-2)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """`x / |x|` over the last dimension, in float32 or wider (float16 has no 1e-6)."""
+    return blocked(_unit_length, x)
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6)
 
 
 class InitialWeights(nn.Module):
@@ -108,13 +125,15 @@ class DeepMemory(nn.Module):
         self.max_gradient_norm = math.inf if config.max_gradient_norm is None else config.max_gradient_norm
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
+        self.use_retention, self.use_momentum = config.use_retention, config.use_momentum
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
         self.conv = ShortConv(3 * width, config.conv_width, config.kernel_backend)
-        self.retention_gate = InnerGate(width, heads, 1e-3, 1e-1) if config.use_retention else None
-        self.momentum_gate = InnerGate(width, heads, 0.5, 0.5) if config.use_momentum else None
-        self.step_size_gate = InnerGate(width, heads, 0.12, 0.12)
+        ranges = [(0.12, 0.12)]  # the step size
+        if self.use_momentum:
+            ranges.append((0.5, 0.5))
+        if self.use_retention:
+            ranges.append((1e-3, 1e-1))
+        self.gates = InnerGates(width, heads, ranges)
         self.initial_weights = InitialWeights(heads, [head_dim, *hidden, head_dim])
 
     def forward(self, x: Tensor, state: MemoryState, lengths: Tensor | None) -> tuple[Tensor, MemoryState]:
@@ -136,7 +155,7 @@ class DeepMemory(nn.Module):
         and the capacity schedule count real tokens only. Returns their read-outs `[P, D]` and the state of `batch`
         rows.
         """
-        blocks, has_momentum = self.schedule.blocks, self.momentum_gate is not None
+        blocks, has_momentum = self.schedule.blocks, self.use_momentum
         dtype = torch.promote_types(like.dtype, torch.float32)
         # Copies: a cached state must not change when the optimizer moves the parameters.
         weights = [w.to(dtype, copy=True) for w in self.initial_weights()]
@@ -161,9 +180,8 @@ class DeepMemory(nn.Module):
     def retrieve(self, x: Tensor, weights: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
         """`M(q)` for `q = x query`, read at fixed `weights` without writing, `[B, L, D]` to `[B, L, D]`."""
         q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
-        wide = torch.promote_types(q.dtype, torch.float32)
         y = retrieve(
-            F.normalize(q.to(wide), dim=-1, eps=1e-6),
+            unit_length(q),
             weights,
             position,
             activation=self.activation,
@@ -175,18 +193,17 @@ class DeepMemory(nn.Module):
     def _read(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
     ) -> tuple[Tensor, MemoryState]:
-        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        mixed, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
-        streams = F.silu(mixed).unflatten(-1, (3, self.heads, -1))
-        wide = torch.promote_types(streams.dtype, torch.float32)  # float16 has no 1e-6
-        q, k = F.normalize(streams[:, :, :2].to(wide), dim=-1, eps=1e-6).unbind(2)
+        projected = self.qkv_proj(x)
+        streams, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
+        q, k, v = streams.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        step_size, *decays = self.gates(x)
         output, memory = deep_memory(
-            q,
-            k,
-            streams[:, :, 2],
-            None if self.retention_gate is None else F.logsigmoid(-_logit(self.retention_gate, x)),
-            None if self.momentum_gate is None else F.logsigmoid(_logit(self.momentum_gate, x)),
-            self.max_step_size * torch.sigmoid(_logit(self.step_size_gate, x)),
+            unit_length(q),
+            unit_length(k),
+            v,
+            F.logsigmoid(-decays[-1]) if self.use_retention else None,
+            F.logsigmoid(decays[0]) if self.use_momentum else None,
+            self.max_step_size * torch.sigmoid(step_size),
             state.memory,
             chunk_size=chunk_size,
             activation=self.activation,
@@ -197,9 +214,3 @@ class DeepMemory(nn.Module):
             backend=self.backend,
         )
         return output.flatten(2).to(streams.dtype), MemoryState(tail, memory)
-
-
-def _logit(gate: nn.Module, x: Tensor) -> Tensor:
-    """A gate's logit in float32 or wider: a retention near 1 has no bfloat16 neighbours worth having."""
-    logit = gate(x)
-    return logit.to(torch.promote_types(logit.dtype, torch.float32))
