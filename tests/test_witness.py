@@ -58,7 +58,8 @@ class Memory:
         self.tail = stream[len(x) :]
         q, k, v = F.silu(mixed).view(len(x), 3, heads, -1).unbind(1)
         q, k = unit(q), unit(k)
-        step, momentum, forget = torch.sigmoid(layer.gates.weight @ x + layer.gates.bias).view(3, -1)
+        gates = torch.sigmoid(x @ layer.gates.weight.T + layer.gates.bias)
+        step, momentum, forget = gates.view(len(x), 3, heads).unbind(1)
         keep, step = 1 - forget, config.max_step_size * step
         outputs = []
         for t in range(len(x)):

@@ -157,9 +157,9 @@ class Network:
 
     def per_weight_block(self, a: Tensor, b: Tensor, layer: int) -> Tensor:
         """Sum of `a * b` over the weights of each block, `[M, out, in]` to `[M, E]`."""
-        if self.blocks == 1:
-            return torch.bmm(a.flatten(1)[:, None], b.flatten(1)[..., None])[..., 0]
         x = a * b
+        if self.blocks == 1:
+            return x.flatten(1).sum(1, keepdim=True)
         if self.is_between(layer):
             block = self._block_between(layer, x.device).flatten()
             return x.new_zeros(x.shape[0], self.blocks).index_add_(1, block, x.flatten(1))
@@ -458,23 +458,22 @@ def advance_backward(
     d_inputs: Sequence[Tensor],
     d_deltas: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of weights, then momentum; all others are added to what is given."""
-    d_weights, d_slots = [], []
+    """Gradients of weights, then momentum, in the tensors of the given ones; all others are added to what is given."""
     for layer in range(network.depth):
         x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
-        d_weights.append(network.per_weight(c.keep_end, layer) * dw)
         d_c.keep_end.add_(network.per_weight_block(dw, weights[layer], layer))
         _write_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
         if network.momentum:
             ds = d_new_slots[layer]
-            d_slot = network.per_weight(c.momentum_read_end, layer) * dw
-            d_slots.append(d_slot.addcmul_(network.per_weight(c.momentum_keep_end, layer), ds))
             d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
             d_c.momentum_keep_end.add_(network.per_weight_block(ds, slots[layer], layer))
             _write_backward(
                 ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer]
             )
-    return [*d_weights, *d_slots]
+            ds.mul_(network.per_weight(c.momentum_keep_end, layer))
+            ds.addcmul_(network.per_weight(c.momentum_read_end, layer), dw)
+        dw.mul_(network.per_weight(c.keep_end, layer))
+    return [*d_new_weights, *d_new_slots]
 
 
 def _write_backward(

@@ -189,7 +189,8 @@ class Walk(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing hands each of them out a single time
         tensors, starts = Tensors.of(network, saved[: ctx.count]), saved[ctx.count :]
         states = len(tensors.memory)
-        d_output, d_memory, d_factors = gradients[0], tuple(gradients[1 : 1 + states]), gradients[1 + states :]
+        d_output, d_factors = gradients[0], gradients[1 + states :]
+        d_memory = tuple(x.clone() for x in gradients[1 : 1 + states])  # the walk changes them
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
         d_coefficients = Coefficients(*(torch.zeros_like(x) for x in tensors.coefficients))
         d_held: list[Tensor] = []
@@ -218,7 +219,10 @@ def _chunk_backward(
     is_running: Tensor | bool,
     d_c: Coefficients,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of query, key, value, anchor and held factors; the coefficients' are added to `d_c`."""
+    """Gradients of query, key, value, anchor and held factors; the coefficients' are added to `d_c`.
+
+    May change `d_memory`.
+    """
     network, c = chunk.network, chunk.c
     depth = network.depth
     weights, slots = anchor[:depth], anchor[depth:]
