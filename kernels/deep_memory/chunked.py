@@ -18,7 +18,6 @@ over the chunks is sequential (`walk.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch import Tensor
 from memzoo.kernels.deep_memory import DeepMemoryState
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
+from memzoo.kernels.decay import interval_products
 
 
 @torch.compiler.disable  # a Python walk over the chunks: dynamo would trace every chunk, for nothing
@@ -204,14 +204,14 @@ def _coefficients(
     `t` counts the tokens read since the chunk's start, 0 to C; gates are `[N, M, C]`.
     """
     size, heads = grid.size, grid.heads
-    keep = _Products.apply(
+    keep = interval_products(
         torch.zeros_like(step_size) if log_retention is None else log_retention
     )  # A(t, j), [N, M, 1+C, 1+C]
     if log_momentum is None:
         slot = torch.eye(1 + size, dtype=step_size.dtype, device=step_size.device).expand_as(keep)
         both = keep
     else:
-        slot = _Products.apply(log_momentum)  # E
+        slot = interval_products(log_momentum)  # E
         both = keep @ slot  # H
     write = both[..., 1:] * step_size[..., None, :]
     momentum_write = slot[..., 1:] * step_size[..., None, :]
@@ -274,33 +274,6 @@ def _coefficients(
         momentum_write_end=momentum_write[:, :, -1],
     )
     return coefficients, is_open, final
-
-
-class _Products(torch.autograd.Function):
-    """`P(t, j) = prod_{n=j+1..t} gate_n` for `0 <= j <= t <= C`, else 0; `[..., C]` to `[..., 1 + C, 1 + C]`.
-
-    Sums of logs over each interval, never differences of running sums: exact for gates of 0 and 1.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, log_gate: Tensor) -> Tensor:
-        size = log_gate.shape[-1]
-        products = log_gate.new_zeros(*log_gate.shape[:-1], 1 + size, 1 + size)
-        sums = products[..., 1:, :]
-        outside = torch.ones(size, 1 + size, dtype=torch.bool, device=log_gate.device).triu(1)  # n <= j, n = 1..C
-        sums.copy_(log_gate[..., None]).masked_fill_(outside, 0)
-        products = products.cumsum_(-2).exp_().tril_()
-        ctx.save_for_backward(products)
-        return products
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_products: Tensor) -> Tensor:
-        (products,) = ctx.saved_tensors
-        size = products.shape[-1] - 1
-        d_sums = (d_products * products)[..., 1:, :]
-        later = torch.ones(size, size, dtype=products.dtype, device=products.device).triu()  # t >= n
-        return (later @ d_sums).tril_().sum(-1)
 
 
 def _at_end(x: Tensor, grid: Grid, fresh: float) -> Tensor:

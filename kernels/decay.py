@@ -1,0 +1,38 @@
+"""Products of a chunk's decays over every interval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def interval_products(log_gate: Tensor) -> Tensor:
+    """`P(t, j) = prod_{n=j+1..t} gate_n` for `0 <= j <= t <= C`, else 0; `[..., C]` to `[..., 1 + C, 1 + C]`.
+
+    Sums of logs over each interval, never differences of running sums: exact for gates of 0 and 1.
+    """
+    return _Products.apply(log_gate)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_gate: Tensor) -> Tensor:
+        size = log_gate.shape[-1]
+        products = log_gate.new_zeros(*log_gate.shape[:-1], 1 + size, 1 + size)
+        sums = products[..., 1:, :]
+        outside = torch.ones(size, 1 + size, dtype=torch.bool, device=log_gate.device).triu(1)  # n <= j, n = 1..C
+        sums.copy_(log_gate[..., None]).masked_fill_(outside, 0)
+        products = products.cumsum_(-2).exp_().tril_()
+        ctx.save_for_backward(products)
+        return products
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_products: Tensor) -> Tensor:
+        (products,) = ctx.saved_tensors
+        size = products.shape[-1] - 1
+        d_sums = (d_products * products)[..., 1:, :]
+        later = torch.ones(size, size, dtype=products.dtype, device=products.device).triu()  # t >= n
+        return (later @ d_sums).tril_().sum(-1)

@@ -1,0 +1,70 @@
+"""Gated linear attention in chunks of C tokens.
+
+With `P(t, j)` the product of the retentions after j up to t, `S_0` the state at the chunk's start,
+
+    Y = diag(P(., 0)) Q S_0 + sum_j (Q K_j^T * P) V_j,    S_C = P(C, 0) S_0 + sum_j (diag(P(C, .)) K_j)^T V_j
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memzoo.kernels.decay import interval_products
+from memzoo.kernels.scan import scan
+
+CHUNK = 64
+SEGMENT = 8 * CHUNK
+
+
+def linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `memzoo.kernels.linear_attention.linear_attention`."""
+    if query.shape[1] == 1:
+        if log_retention is not None:
+            state = log_retention[:, 0].exp()[..., None, None] * state
+        state = state + key[:, 0].permute(0, 2, 3, 1) @ value[:, 0].transpose(1, 2)
+        return (query[:, 0, :, None] @ state).transpose(1, 2), state
+    return scan(_segment, SEGMENT, state, (query, key, value, log_retention))
+
+
+def chunks(x: Tensor, size: int) -> Tensor:
+    """`[B, T, H, ...]` to chunks `[B, H, N, C, ...]`, zero beyond T."""
+    missing = -x.shape[1] % size
+    if missing:
+        x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
+    return x.unflatten(1, (-1, size)).movedim(3, 1)
+
+
+def unchunked(y: Tensor, tokens: int) -> Tensor:
+    """`[B, H, N, C, V]` to `[B, T, H, V]`."""
+    return y.movedim(1, 3).flatten(1, 2)[:, :tokens]
+
+
+def decays(log_retention: Tensor | None, like: Tensor, size: int) -> Tensor:
+    """`P` of every chunk, `[B, H, N, 1 + C, 1 + C]`; for no retention a single one that broadcasts."""
+    if log_retention is None:
+        return torch.ones(1 + size, 1 + size, dtype=like.dtype, device=like.device).tril()
+    return interval_products(chunks(log_retention, size))
+
+
+def _segment(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    tokens = query.shape[1]
+    size = min(CHUNK, tokens)
+    q, products = chunks(query, size), decays(log_retention, query, size)
+    streams = [
+        (chunks(k, size), chunks(v, size)) for k, v in zip(key.unbind(2), value.unbind(2), strict=True)
+    ]
+    inside, to_end = products[..., 1:, 1:], products[..., -1, 1:, None]
+    y = sum((q @ k.mT * inside) @ v for k, v in streams)
+    written = sum((k * to_end).mT @ v for k, v in streams)  # [B, H, N, K, V]
+    kept = products[..., -1, 0].expand(q.shape[:3])
+    starts = []
+    for n in range(q.shape[2]):
+        starts.append(state)
+        state = kept[:, :, n, None, None] * state + written[:, :, n]  # type: ignore[index]
+    y = y + (q * products[..., 1:, :1]) @ torch.stack(starts, dim=2)
+    return unchunked(y, tokens), state
