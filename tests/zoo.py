@@ -45,6 +45,27 @@ TINY: dict[str, PreTrainedConfig] = {
     f"titans-{variant}-e{blocks}": _titans(variant, blocks)
     for variant, blocks in itertools.product(("lmm", "mac", "mag", "mal"), (1, 16))
 }
+
+
+def _matrix(config_class: type, blocks: int = 1, **options: object) -> PreTrainedConfig:
+    shared = {"sliding_window": 5, "capacity_blocks": blocks, "capacity_context": 3 * blocks, "expand_k": 1.0}
+    return config_class(**{**_SHARED, **shared, "expand_v": 1.5, **options})
+
+
+_HYBRID = ["linear_attention", "sliding_attention"]
+TINY |= {
+    "retnet-e1": _matrix(memzoo.RetNetConfig),
+    "retnet-e4": _matrix(memzoo.RetNetConfig, 4),
+    "deltanet-e1": _matrix(memzoo.DeltaNetConfig, allow_negative_eigenvalues=True),
+    "deltanet-e4": _matrix(memzoo.DeltaNetConfig, 4, layer_types=["full_attention", "linear_attention"]),
+    "gated_deltanet-e1": _matrix(memzoo.GatedDeltaNetConfig),
+    "gated_deltanet-e4": _matrix(memzoo.GatedDeltaNetConfig, 4, capacity_axis="value", layer_types=_HYBRID),
+    "comba-e1": _matrix(memzoo.CombaConfig),
+    "comba-fla-e4": _matrix(memzoo.CombaConfig, 4, variant="fla"),
+    "swla-e1": _matrix(memzoo.SWLAConfig, window=3),
+    "swla-e4": _matrix(memzoo.SWLAConfig, 4),
+    "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig, layer_types=["full_attention", "sliding_attention"]),
+}
 NAMES = list(TINY)
 # One name per wiring, for checks that a capacity schedule cannot change.
 PLAIN = [name for name in NAMES if name.endswith("-e1")]

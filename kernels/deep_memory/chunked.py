@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
-from memzoo.kernels.decay import interval_products
 
 
 @torch.compiler.disable  # a Python walk over the chunks: dynamo would trace every chunk, for nothing
@@ -126,12 +126,13 @@ class Grid:
         if not state.inputs and lengths is None:  # no token read yet: all is known without looking at a tensor
             whole, rest = divmod(new, size)
             count = -(-new // size)
-            blocks = {"open_blocks": _open_blocks(0, count, size, unlock), "full_from": -(-unlock[-1] // size)}
+            ends = Ends(open_blocks=_open_blocks(0, count, size, unlock), full_from=-(-unlock[-1] // size))
             if rest == 0:
-                return Grid(batch, heads, new, count, size, None, None, None, Ends(**blocks))
+                return Grid(batch, heads, new, count, size, None, None, None, ends)
             done = torch.full_like(state.position, whole).repeat_interleave(heads)
             filled = torch.full_like(state.position, rest)
-            return Grid(batch, heads, new, count, size, None, None, filled, Ends(None, done, whole, whole, **blocks))
+            ends = ends._replace(done=done, fewest=whole, most=whole)
+            return Grid(batch, heads, new, count, size, None, None, filled, ends)
         held = state.position % size if state.inputs else None
         total = torch.full_like(state.position, new) if lengths is None else lengths
         if held is not None:

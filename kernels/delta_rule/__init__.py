@@ -110,9 +110,7 @@ def _check(
     for name, x in (("key", key), ("erase_key", erase_key)):
         if x is not None:
             expect(x.shape == query.shape, name, f"the query's shape {tuple(query.shape)}", tuple(x.shape))
-    expect(
-        value.ndim == 4 and value.shape[:3] == query.shape[:3], "value", (*query.shape[:3], "V"), tuple(value.shape)
-    )
+    expect(value.ndim == 4 and value.shape[:3] == query.shape[:3], "value", (*query.shape[:3], "V"), tuple(value.shape))
     for name, gate in (("strength", strength), ("log_retention", log_retention)):
         if gate is not None:
             expect(gate.shape == (batch, tokens, heads), name, (batch, tokens, heads), tuple(gate.shape))

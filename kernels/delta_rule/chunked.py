@@ -32,28 +32,15 @@ def delta_rule(
     erase_after_decay: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `memzoo.kernels.delta_rule.delta_rule`."""
-    inputs = (query, key, value, strength, log_retention, erase_key)
     if query.shape[1] == 1:
-        return _step(state, *(None if x is None else x[:, 0] for x in inputs), erase_after_decay)  # type: ignore[arg-type]
+        decayed = state if log_retention is None else log_retention[:, 0].exp()[..., None, None] * state
+        erase = key if erase_key is None else erase_key
+        held = erase.transpose(1, 2) @ (decayed if erase_after_decay else state)
+        delta = strength[:, 0, :, None, None] * (value.transpose(1, 2) - held)
+        state = decayed + key[:, 0, ..., None] * delta
+        return (query.transpose(1, 2) @ state).transpose(1, 2), state
+    inputs = (query, key, value, strength, log_retention, erase_key)
     return scan(partial(_segment, erase_after_decay=erase_after_decay), SEGMENT, state, inputs)
-
-
-def _step(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    strength: Tensor,
-    log_retention: Tensor | None,
-    p: Tensor | None,
-    erase_after_decay: bool,
-) -> tuple[Tensor, Tensor]:
-    """One token: `[B, H, ...]` each."""
-    decayed = state if log_retention is None else log_retention.exp()[..., None, None] * state
-    held = (k if p is None else p)[..., None, :] @ (decayed if erase_after_decay else state)
-    delta = strength[..., None, None] * (v[..., None, :] - held)
-    state = decayed + k[..., None] * delta
-    return (q[..., None, :] @ state).transpose(1, 2), state
 
 
 def _segment(

@@ -86,9 +86,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | No
         f"[{batch}, {tokens}, J, {heads}, {width}]",
         tuple(key.shape),
     )
-    expect(
-        value.ndim == 5 and value.shape[:4] == key.shape[:4], "value", (*key.shape[:4], "V"), tuple(value.shape)
-    )
+    expect(value.ndim == 5 and value.shape[:4] == key.shape[:4], "value", (*key.shape[:4], "V"), tuple(value.shape))
     if log_retention is not None:
         expect(
             log_retention.shape == (batch, tokens, heads),

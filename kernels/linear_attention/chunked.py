@@ -55,9 +55,7 @@ def _segment(
     tokens = query.shape[1]
     size = min(CHUNK, tokens)
     q, products = chunks(query, size), decays(log_retention, query, size)
-    streams = [
-        (chunks(k, size), chunks(v, size)) for k, v in zip(key.unbind(2), value.unbind(2), strict=True)
-    ]
+    streams = [(chunks(k, size), chunks(v, size)) for k, v in zip(key.unbind(2), value.unbind(2), strict=True)]
     inside, to_end = products[..., 1:, 1:], products[..., -1, 1:, None]
     y = sum((q @ k.mT * inside) @ v for k, v in streams)
     written = sum((k * to_end).mT @ v for k, v in streams)  # [B, H, N, K, V]

@@ -44,13 +44,13 @@ class CausalAttention(nn.Module):
     Args:
         config: gives widths, rotary embedding, dropout and the attention implementation.
         window: own keys that a token sees, itself included; `None` for all since the state was empty.
-        carried: keys kept for later tokens.
+        carried: keys kept for later tokens; `None` for all.
     """
 
     is_causal = True
     num_key_value_groups = 1
 
-    def __init__(self, config: PreTrainedConfig, window: int | None, carried: int) -> None:
+    def __init__(self, config: PreTrainedConfig, window: int | None, carried: int | None) -> None:
         super().__init__()
         self.config = config
         self.window = window
@@ -198,14 +198,15 @@ class CausalAttention(nn.Module):
     def _carry(self, k: Tensor, v: Tensor, added: Tensor | None, state: KeyValueState) -> KeyValueState:
         """The last `carried` keys and values up to each row's last real token."""
         heads, tokens, width = k.shape[1:]
+        carried = state.keys.shape[2] + tokens if self.carried is None else self.carried
         keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        missing = self.carried + tokens - keys.shape[2]  # a state that has just begun carries none
+        missing = carried + tokens - keys.shape[2]  # a state that has just begun carries none
         if missing > 0:
             keys, values = (nn.functional.pad(x, (0, 0, missing, 0)) for x in (keys, values))
         if added is None:
             keys, values = keys[:, :, tokens:].clone(), values[:, :, tokens:].clone()
         else:
-            index = (added[:, None] + torch.arange(self.carried, device=k.device))[:, None, :, None]
+            index = (added[:, None] + torch.arange(carried, device=k.device))[:, None, :, None]
             keys, values = (x.gather(2, index.expand(-1, heads, -1, width)) for x in (keys, values))
-        valid = (state.valid + (tokens if added is None else added)).clamp(max=self.carried)
+        valid = (state.valid + (tokens if added is None else added)).clamp(max=carried)
         return state._replace(keys=keys, values=values, valid=valid)

@@ -60,7 +60,7 @@ class InnerGates(nn.Linear):
         shares = [torch.linspace(math.log(low), math.log(high), self.heads).exp() for low, high in self.ranges]
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
         worth having."""
         logits = super().forward(x)

@@ -5,14 +5,49 @@ Importing it registers every architecture with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from memzoo.configuration.matrix_memory import (
+    CombaConfig,
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    RetNetConfig,
+    SWLAConfig,
+    TransformerPlusPlusConfig,
+)
 from memzoo.configuration.titans import TitansConfig
 from memzoo.modeling.cache import MemoryCache, load_memory, save_memory
+from memzoo.modeling.comba import CombaForCausalLM, CombaForSequenceClassification, CombaModel
+from memzoo.modeling.deltanet import DeltaNetForCausalLM, DeltaNetForSequenceClassification, DeltaNetModel
+from memzoo.modeling.gated_deltanet import (
+    GatedDeltaNetForCausalLM,
+    GatedDeltaNetForSequenceClassification,
+    GatedDeltaNetModel,
+)
+from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
+from memzoo.modeling.swla import SWLAForCausalLM, SWLAForSequenceClassification, SWLAModel
 from memzoo.modeling.titans import TitansForCausalLM, TitansForSequenceClassification, TitansModel
+from memzoo.modeling.transformer_pp import (
+    TransformerPlusPlusForCausalLM,
+    TransformerPlusPlusForSequenceClassification,
+    TransformerPlusPlusModel,
+)
 
 __version__ = "0.1.0"
 
 # One line per architecture: config, backbone, language model, classifier.
-ARCHITECTURES = ((TitansConfig, TitansModel, TitansForCausalLM, TitansForSequenceClassification),)
+ARCHITECTURES = (
+    (TitansConfig, TitansModel, TitansForCausalLM, TitansForSequenceClassification),
+    (RetNetConfig, RetNetModel, RetNetForCausalLM, RetNetForSequenceClassification),
+    (DeltaNetConfig, DeltaNetModel, DeltaNetForCausalLM, DeltaNetForSequenceClassification),
+    (GatedDeltaNetConfig, GatedDeltaNetModel, GatedDeltaNetForCausalLM, GatedDeltaNetForSequenceClassification),
+    (CombaConfig, CombaModel, CombaForCausalLM, CombaForSequenceClassification),
+    (SWLAConfig, SWLAModel, SWLAForCausalLM, SWLAForSequenceClassification),
+    (
+        TransformerPlusPlusConfig,
+        TransformerPlusPlusModel,
+        TransformerPlusPlusForCausalLM,
+        TransformerPlusPlusForSequenceClassification,
+    ),
+)
 
 for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
@@ -22,11 +57,35 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
 
 __all__ = [
     "ARCHITECTURES",
+    "CombaConfig",
+    "CombaForCausalLM",
+    "CombaForSequenceClassification",
+    "CombaModel",
+    "DeltaNetConfig",
+    "DeltaNetForCausalLM",
+    "DeltaNetForSequenceClassification",
+    "DeltaNetModel",
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetForCausalLM",
+    "GatedDeltaNetForSequenceClassification",
+    "GatedDeltaNetModel",
     "MemoryCache",
+    "RetNetConfig",
+    "RetNetForCausalLM",
+    "RetNetForSequenceClassification",
+    "RetNetModel",
+    "SWLAConfig",
+    "SWLAForCausalLM",
+    "SWLAForSequenceClassification",
+    "SWLAModel",
     "TitansConfig",
     "TitansForCausalLM",
     "TitansForSequenceClassification",
     "TitansModel",
+    "TransformerPlusPlusConfig",
+    "TransformerPlusPlusForCausalLM",
+    "TransformerPlusPlusForSequenceClassification",
+    "TransformerPlusPlusModel",
     "load_memory",
     "save_memory",
 ]

@@ -1,0 +1,193 @@
+"""What the models with one matrix per head have in common: RetNet, DeltaNet, Gated DeltaNet, Comba, SWLA."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+
+from memzoo.configuration.base import MemoryConfig, require
+
+LAYER_TYPES = ("linear_attention", "sliding_attention", "full_attention")
+OUTPUT_GATES = ("silu", "sigmoid")
+CAPACITY_AXES = ("key", "value", "head")
+
+
+@strict
+class MatrixMemoryConfig(MemoryConfig):
+    """A language model whose memory is a matrix per head, alone or among layers of attention.
+
+    Args:
+        expand_k: width of all heads' keys over `hidden_size`.
+        expand_v: width of all heads' values over `hidden_size`.
+        conv_width: width of the short causal convolution on queries, keys and values; 1 for none (SiLU stays).
+        output_gate: activation of the gate on the normalised read-outs, `"silu"` or `"sigmoid"`; `None` for no gate.
+        capacity_axis: what the capacity blocks of Proteus are: `"key"` coordinates or `"value"` coordinates of each
+            head, or whole `"head"`s.
+        layer_types: for each block `"linear_attention"` (the memory), `"sliding_attention"` or `"full_attention"`;
+            `None` for the memory everywhere.
+        sliding_window: window of the sliding attention, in tokens, the current one included.
+        rope_parameters: rotary embedding of the attention, as in transformers.
+    """
+
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    conv_width: int = 4
+    output_gate: str | None = "silu"
+    capacity_axis: str = "key"
+    layer_types: list[str] | None = None
+    sliding_window: int = 512
+    rope_parameters: dict | None = None
+    attention_dropout: float = 0.0
+    max_position_embeddings: int = 1 << 20
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__post_init__(**kwargs)
+        self.validate_matrix_memory()
+
+    @property
+    def key_head_dim(self) -> int:
+        """Width K of one head's keys."""
+        return int(self.hidden_size * self.expand_k) // self.num_attention_heads
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width V of one head's values."""
+        return int(self.hidden_size * self.expand_v) // self.num_attention_heads
+
+    def validate_matrix_memory(self) -> None:
+        """Part of the `@strict` validation."""
+        heads = self.num_attention_heads
+        for field in ("expand_k", "expand_v"):
+            width = self.hidden_size * getattr(self, field)
+            require(
+                width >= 1 and width == int(width) and int(width) % heads == 0,
+                self,
+                field,
+                f"a factor that makes hidden_size={self.hidden_size} a multiple of num_attention_heads={heads}",
+            )
+        for field in ("conv_width", "sliding_window"):
+            require(getattr(self, field) >= 1, self, field, "at least 1")
+        require(
+            self.output_gate is None or self.output_gate in OUTPUT_GATES,
+            self,
+            "output_gate",
+            f"None or one of {OUTPUT_GATES}",
+        )
+        require(self.capacity_axis in CAPACITY_AXES, self, "capacity_axis", f"one of {CAPACITY_AXES}")
+        units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": heads}[self.capacity_axis]
+        require(self.capacity_blocks <= units, self, "capacity_blocks", f"at most the {units} units of its axis")
+        require(
+            self.layer_types is not None
+            and len(self.layer_types) == self.num_hidden_layers
+            and all(kind in LAYER_TYPES for kind in self.layer_types),
+            self,
+            "layer_types",
+            f"num_hidden_layers={self.num_hidden_layers} of {LAYER_TYPES}",
+        )
+        if set(self.layer_types or ()) != {"linear_attention"}:
+            require(self.head_dim % 2 == 0, self, "num_attention_heads", "an even head width, for rotary embeddings")
+
+
+@strict
+class RetNetConfig(MatrixMemoryConfig):
+    """RetNet (arXiv 2307.08621): linear attention with a fixed retention per head and rotary queries and keys.
+
+    Source: section 2. Deviations: plain rotary embedding instead of xPos, whose decay the retention has already; an RMS
+    norm per head as in later code; the feed-forward is the zoo's SwiGLU.
+    """
+
+    model_type = "memzoo_retnet"
+
+    expand_v: float = 2.0
+    conv_width: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        require(self.conv_width == 1, self, "conv_width", "1: RetNet has no convolution")
+        require(self.key_head_dim % 2 == 0, self, "expand_k", "an even key width, for rotary embeddings")
+
+
+@strict
+class DeltaNetConfig(MatrixMemoryConfig):
+    """DeltaNet (arXiv 2406.06484): the delta rule without decay.
+
+    Args:
+        allow_negative_eigenvalues: strengths up to 2 instead of 1 (arXiv 2411.12537).
+    """
+
+    model_type = "memzoo_deltanet"
+
+    output_gate: str | None = None
+    allow_negative_eigenvalues: bool = False
+
+
+@strict
+class GatedDeltaNetConfig(MatrixMemoryConfig):
+    """Gated DeltaNet (arXiv 2412.06464): the delta rule on a decayed memory.
+
+    Args:
+        allow_negative_eigenvalues: strengths up to 2 instead of 1.
+    """
+
+    model_type = "memzoo_gated_deltanet"
+
+    expand_k: float = 0.75
+    expand_v: float = 1.5
+    allow_negative_eigenvalues: bool = False
+
+
+@strict
+class CombaConfig(MatrixMemoryConfig):
+    """Comba (arXiv 2506.02475): the delta rule with a weaker erase on the undecayed memory, and a corrected query.
+
+    Args:
+        variant: `"paper"`: unit queries and keys, erase key `p = b k`, read at `q - d k` (Eq 5). `"fla"`: as in
+            flash-linear-attention, which normalises afterwards: erase key `k`, read at the unit vector along
+            `q - d b k` of the unnormalised q and k.
+        correction: initial d of every head.
+    """
+
+    model_type = "memzoo_comba"
+
+    expand_k: float = 0.75
+    expand_v: float = 1.5
+    variant: str = "paper"
+    correction: float = 0.02
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        require(self.variant in ("paper", "fla"), self, "variant", "'paper' or 'fla'")
+
+
+@strict
+class SWLAConfig(MatrixMemoryConfig):
+    """Sliding-window linear attention (arXiv 2505.23735, Eq 20): each token writes the last c tokens anew.
+
+    Args:
+        window: c, the tokens that each step writes; 2 in the published models.
+    """
+
+    model_type = "memzoo_swla"
+
+    window: int = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        require(self.window >= 1, self, "window", "at least 1")
+
+
+@strict
+class TransformerPlusPlusConfig(MatrixMemoryConfig):
+    """Transformer++: the same blocks with softmax attention (Llama's), for comparisons on one skeleton."""
+
+    model_type = "memzoo_transformer_pp"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        require("linear_attention" not in (self.layer_types or ()), self, "layer_types", "attention only")
+        require(self.capacity_blocks == 1, self, "capacity_blocks", "1: attention has no memory to open")

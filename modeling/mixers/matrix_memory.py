@@ -1,0 +1,318 @@
+"""Memories of one matrix per head as layers: projections, convolution, gates and output around the recurrences.
+
+Proteus on a matrix memory (arXiv 2608.16844): the memory starts at zero, so that masking what is written (the keys for
+blocks of key coordinates, the values for blocks of value coordinates or heads) with the current token's open blocks is
+the whole schedule, exactly and at any chunk size: what is closed has never been written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers import initialization as init
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from memzoo.kernels.deep_memory import block_of_unit
+from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.short_conv import new_tail
+from memzoo.modeling.capacity import CapacitySchedule
+from memzoo.modeling.decoder import Mixer, Step
+from memzoo.modeling.mixers.attention import CausalAttention, KeyValueState
+from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv, unit_length
+
+GATE: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+class MatrixState(NamedTuple):
+    """A matrix memory between two tokens."""
+
+    memory: Tensor
+    """`[B, H, K, V]`, float32 or wider."""
+    conv_tail: Tensor
+    """The last inputs of the short convolution, `[B, conv_width - 1, H (2 K + V)]`."""
+    keys: Tensor
+    """Keys of the last `c - 1` tokens, `[B, c - 1, H K]`; c = 1 but for SWLA."""
+    values: Tensor
+    """Their values, `[B, c - 1, H V]`."""
+
+
+class MatrixMemory(Mixer):
+    """What the matrix memories share; `memorize` is the rule of each.
+
+    q, k, v = SiLU(conv(x W_QKV));  y = rule(q, k, v);  o = W_O (RMSNorm_head(y) * gate(x W_G))
+    """
+
+    has_conv = True
+    window = 1
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.heads, self.key_dim, self.value_dim = (
+            config.num_attention_heads,
+            config.key_head_dim,
+            config.value_head_dim,
+        )
+        self.widths = [self.heads * self.key_dim, self.heads * self.key_dim, self.heads * self.value_dim]
+        self.scaling = self.key_dim**-0.5
+        self.backend, self.axis = config.kernel_backend, config.capacity_axis
+        self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
+        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend) if self.has_conv else None
+        self.norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.output_gate = config.output_gate
+        if self.output_gate is not None:
+            self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
+        self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
+
+    def memorize(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+    ) -> tuple[Tensor, MatrixState]:
+        """Read-outs `[B, L, H, V]` and the state with its new memory (and `keys` and `values`).
+
+        Args:
+            x: `[B, L, D]`.
+            q, k, v: `[B, L, H, K]` and `[B, L, H, V]`, neither normalised nor scaled.
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, step: Step, state: MatrixState | None) -> tuple[Tensor, MatrixState]:
+        projected = self.qkv_proj(x)
+        if state is None:
+            state = self._begin(projected)
+        if self.conv is not None:
+            projected, tail = self.conv(projected, state.conv_tail.to(projected.dtype), step.lengths)
+            state = state._replace(conv_tail=tail)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
+        y, state = self.memorize(x, q, k, v, step, state)
+        y = self.norm(y.to(self.norm.weight.dtype)).flatten(2)
+        if self.output_gate is not None:
+            y = y * GATE[self.output_gate](self.gate_proj(x))
+        return self.o_proj(y.to(x.dtype)), state
+
+    def _begin(self, like: Tensor) -> MatrixState:
+        rows, before = like.shape[0], self.window - 1
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return MatrixState(
+            memory=like.new_zeros(rows, self.heads, self.key_dim, self.value_dim, dtype=wide),
+            conv_tail=like.new_zeros(rows, 0 if self.conv is None else self.conv.weight.shape[1] - 1, like.shape[2]),
+            keys=like.new_zeros(rows, before, self.widths[1], dtype=wide),
+            values=like.new_zeros(rows, before, self.widths[2]),
+        )
+
+    def opened(self, step: Step, keys: Sequence[Tensor], values: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Keys `[B, L, ..., H, K]` and values `[B, L, ..., H, V]` with 0 where a token sees no open block."""
+        if self.schedule.blocks == 1:
+            return list(keys), values
+        units = {"key": self.key_dim, "value": self.value_dim, "head": self.heads}[self.axis]
+        token = step.position[:, None] + torch.arange(1, 1 + values.shape[1], device=values.device)
+        count = self.schedule.open_blocks(token)
+        mask = (block_of_unit(units, self.schedule.blocks, values.device) < count[..., None]).to(values.dtype)
+
+        def masked(x: Tensor) -> Tensor:
+            m = mask[..., None] if self.axis == "head" else mask[:, :, None]
+            return x * m.view(*m.shape[:2], *[1] * (x.ndim - 4), *m.shape[2:]).to(x.dtype)
+
+        if self.axis == "key":
+            return [masked(k) for k in keys], values
+        return list(keys), masked(values)
+
+
+class DecayGate(nn.Module):
+    """`log a = -exp(A) softplus(x W + b)`, a retention per head (Mamba-2, arXiv 2405.21060)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, heads, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.time_bias = nn.Parameter(torch.empty(heads))
+
+    def init_weights(self) -> None:
+        heads = len(self.log_rate)
+        init.copy_(self.log_rate, torch.linspace(1, 16, heads).log().to(self.log_rate))
+        time = torch.linspace(math.log(1e-3), math.log(1e-1), heads).exp()
+        init.copy_(self.time_bias, torch.log(torch.expm1(time)).to(self.time_bias))  # softplus of it is `time`
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = self.proj(x)
+        logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
+        return -self.log_rate.to(logit.dtype).exp() * F.softplus(logit + self.time_bias)
+
+
+class Retention(MatrixMemory):
+    """RetNet (arXiv 2307.08621): `S_t = gamma_h S_{t-1} + k_t v_t^T`, `gamma_h = 1 - 2^(-5-h)`; rotary q and k."""
+
+    has_conv = False
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        rope, longest = config.rope_parameters, config.max_position_embeddings
+        self.rotary = LlamaRotaryEmbedding(
+            LlamaConfig(head_dim=self.key_dim, rope_parameters=rope, max_position_embeddings=longest)
+        )
+
+    def memorize(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+    ) -> tuple[Tensor, MatrixState]:
+        position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, position), unsqueeze_dim=2)
+        (k,), v = self.opened(step, [k], v)
+        head = torch.arange(self.heads, dtype=state.memory.dtype, device=x.device)
+        log_retention = torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:2], -1)
+        y, memory = linear_attention(
+            q * self.scaling,
+            k[:, :, None],
+            v[:, :, None],
+            log_retention,
+            state.memory,
+            lengths=step.lengths,
+            backend=self.backend,
+        )
+        return y, state._replace(memory=memory)
+
+
+class SlidingWindowLinear(MatrixMemory):
+    """SWLA: `S_t = a_t S_{t-1} + sum_{i<c} b^i_t k_{t-i} v_{t-i}^T` (arXiv 2505.23735, Eq 20).
+
+    Deviations: gates of the current token, one scalar per head, since the paper leaves their form open; unit keys.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        self.window = config.window
+        super().__init__(config, layer_idx)
+        ranges = [(1e-3, 1e-1), (0.5, 0.5), *[(0.12, 0.12)] * (self.window - 1)]
+        self.gates = InnerGates(config.hidden_size, self.heads, ranges)
+
+    def memorize(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+    ) -> tuple[Tensor, MatrixState]:
+        tokens = x.shape[1]
+        forget, *strengths = self.gates(x)
+        q, k = unit_length(q), unit_length(k)
+        all_keys = torch.cat([state.keys.to(k.dtype), k.flatten(2)], dim=1)
+        all_values = torch.cat([state.values.to(v.dtype), v.flatten(2)], dim=1)
+        lags = [self.window - 1 - lag for lag in range(self.window)]  # where the token `lag` before the first one is
+        keys = torch.stack([all_keys[:, at : at + tokens] for at in lags], dim=2).unflatten(-1, (self.heads, -1))
+        values = torch.stack([all_values[:, at : at + tokens] for at in lags], dim=2).unflatten(-1, (self.heads, -1))
+        # The current token's open blocks hold for every key that it writes, earlier ones included.
+        (keys,), values = self.opened(step, [keys], values)
+        y, memory = linear_attention(
+            q,
+            keys,
+            values * torch.sigmoid(torch.stack(strengths, dim=2))[..., None].to(values.dtype),
+            F.logsigmoid(-forget),
+            state.memory,
+            lengths=step.lengths,
+            backend=self.backend,
+        )
+        return y, state._replace(
+            memory=memory,
+            keys=new_tail(k.flatten(2), state.keys.to(k.dtype), step.lengths),
+            values=new_tail(v.flatten(2), state.values.to(v.dtype), step.lengths),
+        )
+
+
+class Delta(MatrixMemory):
+    """DeltaNet (arXiv 2406.06484): `S_t = S_{t-1} - b_t k_t (k_t^T S_{t-1}) + b_t k_t v_t^T`, unit q and k."""
+
+    erase_after_decay = False
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.strength_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
+
+    def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where to read, write and erase (`None`: where it writes)."""
+        return unit_length(q), unit_length(k), None
+
+    def log_retention(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def memorize(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+    ) -> tuple[Tensor, MatrixState]:
+        q, k, p = self.addresses(q, k)
+        (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
+        logit = self.strength_proj(x)
+        y, memory = delta_rule(
+            q * self.scaling,
+            k,
+            v,
+            self.max_strength * torch.sigmoid(logit.to(state.memory.dtype)),
+            self.log_retention(x),
+            state.memory,
+            erase_key=rest[0] if rest else None,
+            erase_after_decay=self.erase_after_decay,
+            lengths=step.lengths,
+            backend=self.backend,
+        )
+        return y, state._replace(memory=memory)
+
+
+class GatedDelta(Delta):
+    """Gated DeltaNet (arXiv 2412.06464): the memory decays first, `S' = a_t S_{t-1}`, then the delta rule on `S'`."""
+
+    erase_after_decay = True
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.decay = DecayGate(config.hidden_size, self.heads)
+
+    def log_retention(self, x: Tensor) -> Tensor:
+        return self.decay(x)
+
+
+class CombaMemory(Delta):
+    """Comba (arXiv 2506.02475, Eq 5): `S_t = a_t S_{t-1} - b_t k_t (p_t^T S_{t-1}) + b_t k_t v_t^T`, read at a
+    corrected query; see `CombaConfig` for the two variants of `p` and the query."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.decay = DecayGate(config.hidden_size, self.heads)
+        self.is_paper, self.initial_correction = config.variant == "paper", config.correction
+        self.erase_logit = nn.Parameter(torch.empty(self.heads))
+        self.correction = nn.Parameter(torch.empty(self.heads))
+
+    def init_weights(self) -> None:
+        init.ones_(self.erase_logit)
+        init.constant_(self.correction, self.initial_correction)
+
+    def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        erase, correction = torch.sigmoid(self.erase_logit)[:, None], self.correction[:, None]
+        if self.is_paper:
+            q, k = unit_length(q), unit_length(k)
+            return q - correction * k, k, erase * k
+        return unit_length(q - correction * (erase * k)), unit_length(k), None
+
+    def log_retention(self, x: Tensor) -> Tensor:
+        return self.decay(x)
+
+
+class AttentionMixer(Mixer):
+    """Softmax attention with rotary embeddings as a layer of its own; its cache grows without a window."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, window: int | None) -> None:
+        super().__init__(config, layer_idx)
+        self.attention = CausalAttention(config, window=window, carried=None if window is None else window - 1)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, step: Step, state: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
+        position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        y, state = self.attention(x, position, step.lengths, state)
+        return self.o_proj(y), state
+
+
+def mixer_of(memory: type[MatrixMemory] | None, config: PreTrainedConfig, layer_idx: int) -> Mixer:
+    """The mixer of a block by the config's `layer_types`."""
+    kind = config.layer_types[layer_idx]
+    if kind == "linear_attention":
+        assert memory is not None
+        return memory(config, layer_idx)
+    return AttentionMixer(config, layer_idx, config.sliding_window if kind == "sliding_attention" else None)
