@@ -23,7 +23,7 @@ class MatrixMemoryConfig(MemoryConfig):
         capacity_axis: what the capacity blocks of Proteus are: `"key"` coordinates or `"value"` coordinates of each
             head, or whole `"head"`s.
         layer_types: for each block `"linear_attention"` (the memory), `"sliding_attention"` or `"full_attention"`;
-            `None` for the memory everywhere.
+            `None` for the memory everywhere (in Transformer++: full attention).
         sliding_window: window of the sliding attention, in tokens, the current one included.
         rope_parameters: rotary embedding of the attention, as in transformers.
     """
@@ -40,12 +40,17 @@ class MatrixMemoryConfig(MemoryConfig):
     max_position_embeddings: int = 1 << 20
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.layer_types is None:
-            self.layer_types = ["linear_attention"] * self.num_hidden_layers
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
         self.validate_matrix_memory()
+
+    _default_layer_type = "linear_attention"
+
+    @property
+    def mixer_types(self) -> list[str]:
+        """The mixer of each block, by name."""
+        return self.layer_types or [self._default_layer_type] * self.num_hidden_layers
 
     @property
     def key_head_dim(self) -> int:
@@ -80,14 +85,12 @@ class MatrixMemoryConfig(MemoryConfig):
         units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": heads}[self.capacity_axis]
         require(self.capacity_blocks <= units, self, "capacity_blocks", f"at most the {units} units of its axis")
         require(
-            self.layer_types is not None
-            and len(self.layer_types) == self.num_hidden_layers
-            and all(kind in LAYER_TYPES for kind in self.layer_types),
+            len(self.mixer_types) == self.num_hidden_layers and all(kind in LAYER_TYPES for kind in self.mixer_types),
             self,
             "layer_types",
-            f"num_hidden_layers={self.num_hidden_layers} of {LAYER_TYPES}",
+            f"None, or num_hidden_layers={self.num_hidden_layers} of {LAYER_TYPES}",
         )
-        if set(self.layer_types or ()) != {"linear_attention"}:
+        if set(self.mixer_types) != {"linear_attention"}:
             require(self.head_dim % 2 == 0, self, "num_attention_heads", "an even head width, for rotary embeddings")
 
 
@@ -184,10 +187,9 @@ class TransformerPlusPlusConfig(MatrixMemoryConfig):
     """Transformer++: the same blocks with softmax attention (Llama's), for comparisons on one skeleton."""
 
     model_type = "memzoo_transformer_pp"
+    _default_layer_type = "full_attention"
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.layer_types is None:
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
-        require("linear_attention" not in (self.layer_types or ()), self, "layer_types", "attention only")
+        require("linear_attention" not in self.mixer_types, self, "layer_types", "attention only")
         require(self.capacity_blocks == 1, self, "capacity_blocks", "1: attention has no memory to open")

@@ -111,7 +111,8 @@ def test_size_and_cost_do_not_grow_with_the_context(name: str) -> None:
         read(model, zoo.tokens(1, length), cache)
         read(model, zoo.tokens(1, 1), cache)
         sizes.append((cache.memory_bytes, [tuple(x.shape) for layer in cache.layers for x in layer.tensors]))
-    assert sizes[0] == sizes[1]
+    grows = "full_attention" in getattr(model.config, "mixer_types", ())
+    assert (sizes[0] == sizes[1]) is not grows
 
 
 @pytest.mark.parametrize("name", zoo.PLAIN)

@@ -64,7 +64,10 @@ TINY |= {
     "comba-fla-e4": _matrix(memzoo.CombaConfig, 4, variant="fla"),
     "swla-e1": _matrix(memzoo.SWLAConfig, window=3),
     "swla-e4": _matrix(memzoo.SWLAConfig, 4),
-    "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig, layer_types=["full_attention", "sliding_attention"]),
+    "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
+    "transformer_pp-mixed": _matrix(
+        memzoo.TransformerPlusPlusConfig, layer_types=["full_attention", "sliding_attention"]
+    ),
 }
 NAMES = list(TINY)
 # One name per wiring, for checks that a capacity schedule cannot change.

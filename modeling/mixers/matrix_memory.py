@@ -311,7 +311,7 @@ class AttentionMixer(Mixer):
 
 def mixer_of(memory: type[MatrixMemory] | None, config: PreTrainedConfig, layer_idx: int) -> Mixer:
     """The mixer of a block by the config's `layer_types`."""
-    kind = config.layer_types[layer_idx]
+    kind = config.mixer_types[layer_idx]
     if kind == "linear_attention":
         assert memory is not None
         return memory(config, layer_idx)
