@@ -347,7 +347,7 @@ def cache_bytes(cache: Any) -> int:
     if isinstance(cache, memzoo.MemoryCache):
         return cache.memory_bytes
     if isinstance(cache, Cache):
-        cache = [(layer.keys, layer.values) for layer in cache.layers]
+        cache = [vars(layer) for layer in cache.layers]
     return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(cache) if isinstance(x, Tensor))
 
 
