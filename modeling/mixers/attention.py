@@ -157,7 +157,9 @@ class CausalAttention(nn.Module):
             valid = (place < count) | (place >= count + first[:, None])
         # One query for which all keys are there, as in steady decoding, needs no mask; building one would cost more
         # than its attention.
-        if flash or missing or queries > 1 or (self.window is not None and held >= self.window):
+        # Nor does a plain causal square under sdpa, which knows it by itself.
+        square = implementation == "sdpa" and self.window is None and queries == keys and not missing
+        if not square and (flash or missing or queries > 1 or (self.window is not None and held >= self.window)):
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
                 q_length=queries,
