@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from tolerances import GRADCHECK, OP, close
 
+from memzoo.kernels.blocked import BLOCK_ELEMENTS
 from memzoo.kernels.short_conv import OP as SHORT_CONV
 from memzoo.kernels.short_conv import make_inputs, short_conv
 
@@ -67,3 +68,25 @@ def test_refuses_shapes_that_do_not_fit() -> None:
         short_conv(args["x"][..., :5], args["weight"])
     with pytest.raises(ValueError, match="expected tail"):
         short_conv(args["x"], args["weight"], args["tail"][:, :2])
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("width", [1, 4])
+def test_blocks_of_a_long_sequence_fit_together(width: int, activation: str | None) -> None:
+    args = make_inputs(tokens=150, channels=1024, width=width)
+    assert 2 * 1024 * 150 > 2 * BLOCK_ELEMENTS
+    found = {}
+    for backend in BACKENDS:
+        leaves = [args[name].clone().requires_grad_() for name in ("x", "weight", "tail")]
+        y, tail = short_conv(*leaves, activation=activation, backend=backend)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+        found[backend] = [y, tail, *torch.autograd.grad((y * weights).sum() + tail.sum(), leaves, allow_unused=True)]
+    for got, want in zip(*found.values(), strict=True):
+        close(got, want, BOUND)
+    with torch.no_grad():
+        close(short_conv(**args, activation=activation, backend="chunked")[0], found["reference"][0], BOUND)
+
+
+def test_refuses_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match="activation: expected one of .* got 'gelu'"):
+        short_conv(**make_inputs(), activation="gelu")
