@@ -71,16 +71,16 @@ def test_refuses_shapes_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [2, 4])
 def test_blocks_of_a_long_sequence_fit_together(width: int, activation: str | None) -> None:
     args = make_inputs(tokens=150, channels=1024, width=width)
-    assert 2 * 1024 * 150 > 2 * BLOCK_ELEMENTS
+    assert 2 * BLOCK_ELEMENTS < 2 * 1024 * 150
     found = {}
     for backend in BACKENDS:
         leaves = [args[name].clone().requires_grad_() for name in ("x", "weight", "tail")]
         y, tail = short_conv(*leaves, activation=activation, backend=backend)
         weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-        found[backend] = [y, tail, *torch.autograd.grad((y * weights).sum() + tail.sum(), leaves, allow_unused=True)]
+        found[backend] = [y, tail, *torch.autograd.grad((y * weights).sum() + tail.sum(), leaves)]
     for got, want in zip(*found.values(), strict=True):
         close(got, want, BOUND)
     with torch.no_grad():
@@ -88,5 +88,5 @@ def test_blocks_of_a_long_sequence_fit_together(width: int, activation: str | No
 
 
 def test_refuses_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="activation: expected one of .* got 'gelu'"):
+    with pytest.raises(ValueError, match=r"activation: expected one of .* got 'gelu'"):
         short_conv(**make_inputs(), activation="gelu")
