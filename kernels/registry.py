@@ -105,3 +105,9 @@ def _load(entry: str) -> Callable[..., Any]:
 @cache
 def _log_once(message: str) -> None:
     logger.info(message)
+
+
+def expect(op: Op, ok: bool, what: str, expected: object, got: object) -> None:
+    """Raise a ValueError that names the op, what is wrong, what it should be and what it is, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{op.name}: {what}: expected {expected}, got {got}.")

@@ -23,15 +23,21 @@ def scan(f: Segment, size: int, state: Tensor, inputs: Sequence[Tensor | None]) 
         state: before the first token.
         inputs: `[B, T, ...]` each, or `None`.
     """
-    tokens = next(x for x in inputs if x is not None).shape[1]
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, *inputs))
     if wanted and not torch.compiler.is_compiling():
         return _Scan.apply(f, size, state, *inputs)
-    outputs = []
+    return _run(f, size, state, inputs)[:2]
+
+
+def _run(f: Segment, size: int, state: Tensor, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Outputs, the final state, and the state at each segment's start."""
+    tokens = next(x for x in inputs if x is not None).shape[1]
+    starts, outputs = [], []
     for start in range(0, tokens, size):
+        starts.append(state)
         y, state = f(state, *_segment(inputs, start, size))
         outputs.append(y)
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state, starts
 
 
 def _segment(inputs: Sequence[Tensor | None], start: int, size: int) -> list[Tensor | None]:
@@ -41,15 +47,10 @@ def _segment(inputs: Sequence[Tensor | None], start: int, size: int) -> list[Ten
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, f: Segment, size: int, state: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        tokens = next(x for x in inputs if x is not None).shape[1]
-        starts, outputs = [], []
-        for start in range(0, tokens, size):
-            starts.append(state)
-            y, state = f(state, *_segment(inputs, start, size))
-            outputs.append(y)
-        ctx.f, ctx.size, ctx.tokens, ctx.count = f, size, tokens, len(inputs)
+        y, final, starts = _run(f, size, state, inputs)
+        ctx.f, ctx.size, ctx.count = f, size, len(inputs)
         ctx.save_for_backward(*inputs, *starts)
-        return torch.cat(outputs, dim=1), state if state is not starts[0] else state.clone()
+        return y, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from memzoo.kernels import registry
 from memzoo.kernels.registry import Backend, Op, Problem, select
 
 OP = Op(
@@ -280,10 +282,7 @@ def _check(
     residual: bool,
     unlock: Sequence[int],
 ) -> None:
-    def expect(ok: bool, what: str, expected: object, got: object) -> None:
-        if not ok:
-            raise ValueError(f"deep_memory: {what}: expected {expected}, got {got}.")
-
+    expect = partial(registry.expect, OP)
     expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", tuple(query.shape))
     expect(key.shape == query.shape, "key", f"the query's shape {tuple(query.shape)}", tuple(key.shape))
     batch, tokens, heads, key_dim = query.shape

@@ -11,9 +11,12 @@ with an erase key `p` and `S' = S_{t-1}`, or `S' = retention_t S_{t-1}` when the
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from memzoo.kernels import registry
 from memzoo.kernels.registry import Backend, Op, Problem, select
 
 OP = Op(
@@ -101,10 +104,7 @@ def _check(
     state: Tensor,
     erase_key: Tensor | None,
 ) -> None:
-    def expect(ok: bool, what: str, expected: object, got: object) -> None:
-        if not ok:
-            raise ValueError(f"delta_rule: {what}: expected {expected}, got {got}.")
-
+    expect = partial(registry.expect, OP)
     expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", tuple(query.shape))
     batch, tokens, heads, width = query.shape
     for name, x in (("key", key), ("erase_key", erase_key)):

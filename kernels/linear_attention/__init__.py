@@ -8,9 +8,12 @@ with J streams of keys and values. RetNet (arXiv 2307.08621) is one stream and a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from memzoo.kernels import registry
 from memzoo.kernels.registry import Backend, Op, Problem, select
 
 OP = Op(
@@ -74,10 +77,7 @@ def linear_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor) -> None:
-    def expect(ok: bool, what: str, expected: object, got: object) -> None:
-        if not ok:
-            raise ValueError(f"linear_attention: {what}: expected {expected}, got {got}.")
-
+    expect = partial(registry.expect, OP)
     expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", tuple(query.shape))
     batch, tokens, heads, width = query.shape
     expect(

@@ -202,12 +202,10 @@ class CausalAttention(nn.Module):
         heads, tokens, width = k.shape[1:]
         carried = state.keys.shape[2] + tokens if self.carried is None else self.carried
         keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        missing = carried + tokens - keys.shape[2]  # a state that has just begun carries none
-        if missing > 0:
-            keys, values = (nn.functional.pad(x, (0, 0, missing, 0)) for x in (keys, values))
-        if added is None:
-            keys, values = keys[:, :, tokens:].clone(), values[:, :, tokens:].clone()
-        else:
+        # Padding or, if negative, cropping in front: a state that has just begun carries none.
+        wanted = carried if added is None else carried + tokens
+        keys, values = (nn.functional.pad(x, (0, 0, wanted - x.shape[2], 0)) for x in (keys, values))
+        if added is not None:
             index = (added[:, None] + torch.arange(carried, device=k.device))[:, None, :, None]
             keys, values = (x.gather(2, index.expand(-1, heads, -1, width)) for x in (keys, values))
         valid = (state.valid + (tokens if added is None else added)).clamp(max=carried)
