@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import load
 
 import memzoo
 
@@ -19,12 +19,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
     """The script as a module; it belongs to no package."""
-    spec = importlib.util.spec_from_file_location("benchmarks_run", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/run.py")
 
 
 @pytest.fixture(scope="module")

