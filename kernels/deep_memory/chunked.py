@@ -304,81 +304,79 @@ def _step(
     """One token, without autograd: one more row of factors, and new weights only when it completes a chunk.
 
     The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
+    A step is bound by the number of torch calls, so it makes few.
     """
     batch, heads, size = state.write.shape
-    row = state.position % size
-    q, k, v = (x.movedim(1, 2).flatten(0, 1) for x in (query, key, value))  # [M, 1, D]
-    step = step_size.flatten()  # [M]
+    q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))  # [M, 1, D]
+    step, retention, momentum = (
+        None if gate is None else gate.reshape(batch, heads, 1)
+        for gate in (step_size, _exp(log_retention), _exp(log_momentum))
+    )
     weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
-    is_open = None
+    is_open = opened = None
     if network.blocks > 1:
         is_open = state.position[:, None] >= torch.tensor(unlock, device=q.device)  # [B, E]
-    opened = None if is_open is None else is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
+        opened = is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
 
     inner = inner_gradients(network, weights, k, v, opened)
-    at = row.repeat_interleave(heads)[:, None, None]
-    rows = [
-        _writable(old).flatten(0, 1).scatter_(1, at.expand(-1, 1, new.shape[2]), new)
-        for old, new in zip((*state.inputs, *state.deltas), (*inner.inputs, *inner.deltas), strict=True)
-    ]
+    row = state.position % size
+    at = row[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
+    index = at.reshape(-1, 1, 1)
+    factors, rows = [_writable(x) for x in (*state.inputs, *state.deltas)], []
+    for x, new in zip(factors, (*inner.inputs, *inner.deltas), strict=True):
+        rows.append(x.flatten(0, 1).scatter_(1, index.expand(-1, 1, new.shape[2]), new))
     inputs, deltas = rows[: network.depth], rows[network.depth :]
 
-    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[M, C]` and `[M, E]`.
-    write, momentum_write, keep, momentum_read, momentum_keep = (x.flatten(0, 1) for x in state[4:9])
-    retention = 1.0 if log_retention is None else log_retention.exp().flatten()[:, None]
-    before = (keep, momentum_read, momentum_keep)
-    if log_momentum is None:
-        momentum_write = torch.zeros_like(momentum_write)
+    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[B, H, C]` and `[B, H, E]`.
+    before = state.weight_keep, state.momentum_read, state.momentum_keep
+    keep, momentum_read, momentum_keep = before
+    if momentum is None:
+        momentum_write = torch.zeros_like(state.momentum_write).scatter_(2, at, step)  # type: ignore[arg-type]
     else:
-        momentum = log_momentum.exp().flatten()[:, None]
-        momentum_write = momentum * momentum_write
+        momentum_write = (momentum * state.momentum_write).scatter_(2, at, step)  # type: ignore[arg-type]
         momentum_keep = momentum * momentum_keep
-        momentum_read = retention * momentum_read + momentum_keep
-    momentum_write = momentum_write.scatter_(1, at[:, 0], step[:, None])
-    write = retention * write + momentum_write
-    keep = retention * keep
-    reads = (keep, momentum_read)
-    if opened is not None:
-        mask = opened[:, 0]
-        reads = (keep * mask, momentum_read * mask)
+        momentum_read = momentum_keep + (momentum_read if retention is None else retention * momentum_read)
+    if retention is None:
+        write = state.write + momentum_write
+    else:
+        write, keep = torch.addcmul(momentum_write, retention, state.write), retention * keep
+    reads = keep, momentum_read
+    if is_open is not None:
+        mask = is_open[:, None]
+        reads = keep * mask, momentum_read * mask
         keep, momentum_read, momentum_keep = (
-            torch.where(mask > 0, new, old)
-            for new, old in zip((keep, momentum_read, momentum_keep), before, strict=True)
+            torch.where(mask, new, old) for new, old in zip((keep, momentum_read, momentum_keep), before, strict=True)
         )
 
-    output, _ = read(network, q, weights, slots, inputs, deltas, reads[0][:, None], reads[1][:, None], write[:, None])
-    coefficients = [write, momentum_write, keep, momentum_read, momentum_keep]
-    memory = [*weights, *slots]
+    output, _ = read(network, q, weights, slots, inputs, deltas, *(x.flatten(0, 1)[:, None] for x in (*reads, write)))
+    coefficients = (write, momentum_write, keep, momentum_read, momentum_keep)
+    memory = (*state.weights, *state.momentum)
     is_done = row == size - 1
     if bool(is_done.any()):
-        new_weights, new_slots = advance(
-            network, weights, slots, inputs, deltas, keep, momentum_read, momentum_keep, write, momentum_write
+        c = (x.flatten(0, 1) for x in (keep, momentum_read, momentum_keep, write, momentum_write))
+        advanced = advance(network, weights, slots, inputs, deltas, *c)
+        done = is_done[:, None, None]
+        memory = tuple(
+            torch.where(done[..., None], new.view_as(old), old)
+            for new, old in zip((*advanced[0], *advanced[1]), memory, strict=True)
         )
-        done = is_done.repeat_interleave(heads)[:, None]
-        memory = [
-            torch.where(done[..., None], new, old) for new, old in zip((*new_weights, *new_slots), memory, strict=True)
-        ]
-        coefficients = [
+        coefficients = tuple(
             torch.where(done, fresh, x) for fresh, x in zip((0.0, 0.0, 1.0, 0.0, 1.0), coefficients, strict=True)
-        ]
-
-    def per_row(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(x.unflatten(0, (batch, heads)) for x in tensors)
-
-    write, momentum_write, keep, momentum_read, momentum_keep = per_row(coefficients)
-    new_state = DeepMemoryState(
-        weights=per_row(memory[: network.depth]),
-        momentum=per_row(memory[network.depth :]),
-        inputs=per_row(inputs),
-        deltas=per_row(deltas),
-        write=write,
-        momentum_write=momentum_write,
-        weight_keep=keep,
-        momentum_read=momentum_read,
-        momentum_keep=momentum_keep,
+        )
+    depth = network.depth
+    state = DeepMemoryState(
+        memory[:depth],
+        memory[depth:],
+        tuple(factors[:depth]),
+        tuple(factors[depth:]),
+        *coefficients,
         position=state.position + 1,
     )
-    return output.unflatten(0, (batch, heads)).movedim(1, 2), new_state
+    return output.reshape(batch, 1, heads, -1), state
+
+
+def _exp(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.exp()
 
 
 def _writable(x: Tensor) -> Tensor:

@@ -195,11 +195,12 @@ class DeepMemory(nn.Module):
     ) -> tuple[Tensor, MemoryState]:
         projected = self.qkv_proj(x)
         streams, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
-        q, k, v = streams.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        streams = streams.unflatten(-1, (3, self.heads, -1))
+        (q, k), v = unit_length(streams[:, :, :2]).unbind(2), streams[:, :, 2]
         step_size, *decays = self.gates(x)
         output, memory = deep_memory(
-            unit_length(q),
-            unit_length(k),
+            q,
+            k,
             v,
             F.logsigmoid(-decays[-1]) if self.use_retention else None,
             F.logsigmoid(decays[0]) if self.use_momentum else None,
