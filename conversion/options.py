@@ -11,8 +11,16 @@ from transformers import PreTrainedConfig
 Values = dict[str, Any]
 GENERIC = {f.name for f in fields(PreTrainedConfig)} - {"architectures", "transformers_version"}
 """Fields that every config of transformers has; they are carried over as they are."""
-BOOKKEEPING = {"model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "torch_dtype"}
-"""What a config.json says of itself."""
+BOOKKEEPING = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "auto_map",
+    "_name_or_path",
+    "torch_dtype",
+    "output_attentions",
+}
+"""What a config.json says of itself and of the form of outputs."""
 
 
 def refuse(subject: str, name: str, got: Any, expected: str, cure: str = "") -> ValueError:
