@@ -47,7 +47,9 @@ class Checkpoint:
         for name in sorted(set(self.files.values())):
             path = self.folder / name
             if not path.exists():
-                raise ValueError(f"{self.folder}: {INDEX} expects the shard {name}, which is not there. Fetch it again.")
+                raise ValueError(
+                    f"{self.folder}: {INDEX} expects the shard {name}, which is not there. Fetch it again."
+                )
             self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
         wrong = [name for name, file in self.files.items() if name not in set(self._open[file].keys())]
         if wrong:

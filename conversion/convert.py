@@ -1,7 +1,7 @@
 """Checkpoints of other libraries in and out.
 
-    python -m memzoo.conversion.convert SRC DST              # a known checkpoint to memzoo
-    python -m memzoo.conversion.convert SRC DST --to qwen3   # a checkpoint of memzoo to another library
+python -m memzoo.conversion.convert SRC DST              # a known checkpoint to memzoo
+python -m memzoo.conversion.convert SRC DST --to qwen3   # a checkpoint of memzoo to another library
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def convert(
     """
     destination = Path(destination)
     if destination.exists():
-        raise ValueError(f"{destination}: expected a new folder, got one that exists. Remove it or choose another name.")
+        raise ValueError(
+            f"{destination}: expected a new folder, got one that exists. Remove it or choose another name."
+        )
     folder = _folder(source, revision)
     raw = json.loads((folder / "config.json").read_text())
     absent = sorted(set(ignore) - set(raw))

@@ -115,7 +115,9 @@ def _read_hybrid(values: Values) -> Values:
     kinds = {(s["num_heads"], s.get("num_kv_heads") or s["num_heads"], s["qkv_bias"], s["rope_theta"]) for s in specs}
     windows = {spec["window_size"] for spec in specs} - {None}
     if len(kinds) > 1 or len(windows) > 1 or unknown:
-        raise Unfit("attn", given, "layers that differ in nothing but having one window or none", "Ours share the rest.")
+        raise Unfit(
+            "attn", given, "layers that differ in nothing but having one window or none", "Ours share the rest."
+        )
     ((attention_heads, shared, bias, theta),) = kinds
     types = ["linear_attention"] * layers
     for spec in specs:
@@ -155,7 +157,9 @@ def _read_retention(values: Values) -> Values:
 
 def _write_retention(config: PreTrainedConfig) -> Values:
     if _theta(config) != RETENTION_THETA:
-        raise Unfit("rope_parameters", config.rope_parameters, f"rope_theta {RETENTION_THETA}", "fla's RetNet fixes it.")
+        raise Unfit(
+            "rope_parameters", config.rope_parameters, f"rope_theta {RETENTION_THETA}", "fla's RetNet fixes it."
+        )
     return _write_hybrid(config)
 
 
@@ -275,7 +279,9 @@ HEADS = Option(
 DELTA = (
     same("conv_size", "conv_width", default=4),
     only("use_short_conv", True, "Our convolution cannot be left out."),
-    ours_only("unit_eps", UNIT_EPS, "Set it in config.json: unit queries and keys then change by less than 1e-6 / |x|^2."),
+    ours_only(
+        "unit_eps", UNIT_EPS, "Set it in config.json: unit queries and keys then change by less than 1e-6 / |x|^2."
+    ),
 )
 ONE_VALUE_HEAD = only("num_v_heads", None, "Our memories have as many heads of values as of keys.")
 

@@ -49,7 +49,9 @@ class Recipe(NamedTuple):
         parts = [source.read(*piece) for piece in self.pieces]
         if len({part.dtype for part in parts}) > 1:
             found = {piece.name: str(part.dtype) for piece, part in zip(self.pieces, parts, strict=True)}
-            raise ValueError(f"Tensors that become one: expected a single dtype, got {found}. Cast the checkpoint first.")
+            raise ValueError(
+                f"Tensors that become one: expected a single dtype, got {found}. Cast the checkpoint first."
+            )
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         if self.channel:
             whole = whole.squeeze(1) if self.channel < 0 else whole.unsqueeze(1)
