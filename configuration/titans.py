@@ -8,8 +8,6 @@ from memzoo.configuration.base import MemoryConfig, require
 
 VARIANTS = ("lmm", "mac", "mag", "mal")
 MEMORY_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "tanh")
-# ATLAS (arXiv 2505.23735), Table 7, which lists the sizes of Titans' comparisons: blocks, width, heads.
-SIZES = {"170m": (12, 768, 16), "340m": (24, 1024, 16), "760m": (24, 1536, 16), "1.3b": (18, 2048, 8)}
 
 
 @strict
@@ -38,7 +36,8 @@ class TitansConfig(MemoryConfig):
         sliding_window: window of the attention in `mag` and `mal`, in tokens, the current one included.
         segment_size: segment of `mac`; a multiple of `chunk_size`.
         conv_width: width of the short causal convolution after the projections; 1 for none.
-        rope_parameters: rotary embedding of the attention branches, as in transformers.
+        rope_parameters: rotary embedding of the attention branches, of any type that transformers has; `None` for
+            base 10000.
 
     Example:
         >>> config = TitansConfig(variant="mag", hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
@@ -65,22 +64,11 @@ class TitansConfig(MemoryConfig):
     attention_dropout: float = 0.0
     max_position_embeddings: int = 1 << 20
 
-    @classmethod
-    def preset(cls, size: str, **overrides: Any) -> "TitansConfig":
-        """A size of the paper: `"170m"`, `"340m"`, `"760m"` or `"1.3b"`, with any field overridden."""
-        if size not in SIZES:
-            raise ValueError(f"TitansConfig.preset: unknown size {size!r}; expected one of {sorted(SIZES)}.")
-        layers, width, heads = SIZES[size]
-        fields = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-        return cls(**{**fields, **overrides})
-
     def __post_init__(self, **kwargs: Any) -> None:
         if self.memory_residual is None:
             self.memory_residual = self.memory_depth > 1
         if self.max_step_size is None:
             self.max_step_size = min(1.0, 4.0 / max(1, self.chunk_size))
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
         self.validate_titans()
 

@@ -67,7 +67,15 @@ TINY |= {
     "swla-e4": _matrix(memzoo.SWLAConfig, 4),
     "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
     "transformer_pp-mixed": _matrix(
-        memzoo.TransformerPlusPlusConfig, layer_types=["full_attention", "sliding_attention"]
+        memzoo.TransformerPlusPlusConfig,
+        layer_types=["full_attention", "sliding_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_bias=True,
+        attention_out_bias=True,
+        qk_norm=True,
+        mlp_bias=True,
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.

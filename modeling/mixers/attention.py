@@ -22,15 +22,15 @@ class KeyValueState(NamedTuple):
     """The last keys and values of each row, right-aligned: row b's valid ones are its last `valid[b]`."""
 
     keys: Tensor
-    """`[B, H, R, D]`, after the rotary embedding."""
+    """`[B, G, R, D]`, after the rotary embedding; G heads of keys and values."""
     values: Tensor
-    """`[B, H, R, D]`."""
+    """`[B, G, R, D]`."""
     valid: Tensor
     """`[B]`, int64."""
     prefix_keys: Tensor
-    """Of the tokens that every token sees, `[B, H, P, D]`."""
+    """Of the tokens that every token sees, `[B, G, P, D]`."""
     prefix_values: Tensor
-    """`[B, H, P, D]`."""
+    """`[B, G, P, D]`."""
 
 
 class CausalAttention(nn.Module):
@@ -38,6 +38,8 @@ class CausalAttention(nn.Module):
 
         y_t = sum_j softmax_j(q_t . k_j / sqrt(D)) v_j   over prefix keys j, and own keys j <= t (the last `window` of
         them)
+
+    Each head of keys and values serves H / G heads of queries (arXiv 2305.13245, section 2.2).
 
     Source: Titans (arXiv 2501.00663), Eq 23, 27, 30. Deviations: none.
 
@@ -48,7 +50,6 @@ class CausalAttention(nn.Module):
     """
 
     is_causal = True
-    num_key_value_groups = 1
 
     def __init__(self, config: PreTrainedConfig, window: int | None, carried: int | None) -> None:
         super().__init__()
@@ -57,9 +58,14 @@ class CausalAttention(nn.Module):
         self.carried = carried
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.scaling = self.head_dim**-0.5
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.num_key_value_groups = self.heads // config.num_key_value_heads
+        width, shared = self.heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
+        )
         self.rotary = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # reads rope_parameters only
 
     def forward(
@@ -80,7 +86,7 @@ class CausalAttention(nn.Module):
             prefix: tokens that every token sees, `[P, D_model]`; looked at where there is no state, which keeps them.
 
         Returns:
-            `[B, L, D_model]` and the new state.
+            `[B, L, H D]` and the new state.
         """
         q, k, v = self._project(x, position, queries=True)
         if state is None:
@@ -99,12 +105,13 @@ class CausalAttention(nn.Module):
         return KeyValueState(none, none, valid, prefix_k, prefix_v)
 
     def _project(self, x: Tensor, position: Tensor, queries: bool) -> tuple[Tensor, Tensor, Tensor]:
-        def heads(projection: nn.Linear) -> Tensor:
-            return projection(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        def heads(projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
+            parts = projection(x).unflatten(-1, (-1, self.head_dim))
+            return (parts if norm is None else norm(parts)).transpose(1, 2)
 
         cos, sin = self.rotary(x, position)
-        k, v = heads(self.k_proj), heads(self.v_proj)
-        q = heads(self.q_proj) if queries else k
+        k, v = heads(self.k_proj, self.k_norm), heads(self.v_proj)
+        q = heads(self.q_proj, self.q_norm) if queries else k
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         return q, k, v
 
@@ -131,14 +138,14 @@ class CausalAttention(nn.Module):
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
     def _with_block_before(self, x: Tensor, start: int, end: int) -> Tensor:
-        """Keys `[B, H, L, D]`, padded at both ends, as blocks of the window's size, each behind the one before it."""
+        """Keys `[B, G, L, D]`, padded at both ends, as blocks of the window's size, each behind the one before it."""
         blocks = nn.functional.pad(x, (0, 0, start, end)).unflatten(2, (-1, self.window))
         return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
 
     def _interface(
         self, q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], first: Tensor, held: int
     ) -> Tensor:
-        """`[N, H, Q, D]` queries on a prefix and `[N, H, R + Q, D]` keys; those before `first` `[N]` do not exist."""
+        """`[N, H, Q, D]` queries on a prefix and `[N, G, R + Q, D]` keys; those before `first` `[N]` do not exist."""
         count = prefix[0].shape[2]
         implementation = self.config._attn_implementation
         flash = is_flash_attention_requested(self.config)

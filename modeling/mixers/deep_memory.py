@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,13 +68,15 @@ class InnerGates(nn.Linear):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).unflatten(-1, (-1, self.heads)).unbind(-2)
 
 
-def unit_length(x: Tensor) -> Tensor:
-    """`x / |x|` over the last dimension, in float32 or wider (float16 has no 1e-6)."""
-    return blocked(_unit_length, x)
+def unit_length(x: Tensor, eps: float = 0.0) -> Tensor:
+    """`x / max(|x|, 1e-6)`, or `x / sqrt(|x|^2 + eps)`, over the last dimension, in float32 or wider (float16 has no
+    1e-6)."""
+    return blocked(partial(_unit_length, eps=eps), x)
 
 
-def _unit_length(x: Tensor) -> Tensor:
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6)
+def _unit_length(x: Tensor, eps: float) -> Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) if eps else F.normalize(x, dim=-1, eps=1e-6)
 
 
 class InitialWeights(nn.Module):

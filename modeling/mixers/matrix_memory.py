@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class MatrixMemory(Mixer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.heads, self.key_dim, self.value_dim = (
-            config.num_attention_heads,
+            config.num_memory_heads,
             config.key_head_dim,
             config.value_head_dim,
         )
@@ -226,11 +227,12 @@ class Delta(MatrixMemory):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.strength_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.unit = partial(unit_length, eps=config.unit_eps)
         self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
 
     def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where to read, write and erase (`None`: where it writes)."""
-        return unit_length(q), unit_length(k), None
+        return self.unit(q), self.unit(k), None
 
     def log_retention(self, x: Tensor) -> Tensor | None:
         return None
@@ -287,9 +289,9 @@ class CombaMemory(Delta):
     def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         erase, correction = torch.sigmoid(self.erase_logit)[:, None], self.correction[:, None]
         if self.is_paper:
-            q, k = unit_length(q), unit_length(k)
+            q, k = self.unit(q), self.unit(k)
             return q - correction * k, k, erase * k
-        return unit_length(q - correction * (erase * k)), unit_length(k), None
+        return self.unit(q - correction * (erase * k)), self.unit(k), None
 
     def log_retention(self, x: Tensor) -> Tensor:
         return self.decay(x)
@@ -301,7 +303,8 @@ class AttentionMixer(Mixer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int, window: int | None) -> None:
         super().__init__(config, layer_idx)
         self.attention = CausalAttention(config, window=window, carried=None if window is None else window - 1)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        width = config.num_attention_heads * config.head_dim
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, step: Step, state: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
         position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)

@@ -1,0 +1,64 @@
+"""Records what flash-linear-attention's models are made of: names and shapes of their parameters, by config.
+
+    pip install --no-deps flash-linear-attention fla-core einops && python tests/record_fla.py
+
+writes `tests/data/fla.json`. Its modules import on a CPU, though their kernels do not run there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RECORD = Path(__file__).parent / "data" / "fla.json"
+TINY = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_heads": 2}
+HYBRID = {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "window_size": 5}}
+# Class, and the options in which a model differs from its default. "default" models keep the library's sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{name}-default": (name, {"num_hidden_layers": 1})
+        for name in ("RetNet", "DeltaNet", "GatedDeltaNet", "Comba", "Transformer")
+    },
+    "RetNet": ("RetNet", {**TINY, "expand_v": 1.5}),
+    "RetNet-hybrid": ("RetNet", {**TINY, **HYBRID, "use_output_gate": False, "tie_word_embeddings": True}),
+    "DeltaNet": ("DeltaNet", {**TINY, "expand_k": 0.5, "expand_v": 1.5, "allow_neg_eigval": True}),
+    "DeltaNet-gated": ("DeltaNet", {**TINY, "use_gate": True, "conv_size": 3, "norm_eps": 1e-5}),
+    "GatedDeltaNet": ("GatedDeltaNet", {**TINY, "head_dim": 10}),
+    "GatedDeltaNet-hybrid": (
+        "GatedDeltaNet",
+        {**TINY, **HYBRID, "num_heads": 5, "head_dim": 6, "expand_v": 1.5, "output_gate_activation": "sigmoid"},
+    ),
+    "Comba": ("Comba", {**TINY, "head_dim": 10}),
+    "Comba-plain": ("Comba", {**TINY, "head_dim": 8, "expand_v": 1.0, "use_output_gate": False}),
+    "Transformer": ("Transformer", {**TINY, "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "window_size": 5}),
+    "Transformer-norms": ("Transformer", {**TINY, "qk_norm": True, "norm_eps": 1e-5, "rope_theta": 500.0}),
+}
+
+
+def record() -> dict[str, Any]:
+    """The config and the parameters' shapes of every model, by the installed library."""
+    fla, models = importlib.import_module("fla"), importlib.import_module("fla.models")
+    attention = importlib.import_module("fla.layers.attn")
+    if attention.flash_attn_func is None:  # it asks for flash-attn when it is built, not when it runs
+        attention.flash_attn_func = record
+    found = {}
+    for name, (architecture, options) in MODELS.items():
+        config = getattr(models, f"{architecture}Config")(**options)
+        with torch.device("meta"):
+            model = getattr(models, f"{architecture}ForCausalLM")(config)
+        shapes = {key: list(parameter.shape) for key, parameter in model.named_parameters()}
+        if config.tie_word_embeddings:
+            shapes.pop("lm_head.weight", None)
+        values = {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"}
+        found[name] = {"config": values, "shapes": shapes}
+    return {"version": fla.__version__, "models": found}
+
+
+if __name__ == "__main__":
+    found = record()
+    models = [f'"{name}": {json.dumps(model, sort_keys=True)}' for name, model in sorted(found["models"].items())]
+    RECORD.write_text(f'{{"version": "{found["version"]}", "models": {{\n' + ",\n".join(models) + "\n}}\n")
