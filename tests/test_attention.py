@@ -38,7 +38,7 @@ def plain(module: CausalAttention, x: Tensor, prefix: Tensor, window: int | None
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     rotary = LlamaRotaryEmbedding(module.config)
-    q, k = apply_rotary_pos_emb(q, k, *rotary(stream, torch.arange(stream.shape[1])[None]))
+    q, k = apply_rotary_pos_emb(q, k, *rotary(stream, torch.arange(-count, x.shape[1])[None]))
     scores = q @ k.mT * module.head_dim**-0.5
     for i in range(count, stream.shape[1]):
         for j in range(stream.shape[1]):
@@ -65,8 +65,8 @@ def test_blocks_equal_a_full_mask(implementation: str, prefix: int, window: int 
         state, parts, position = None, [], 0
         for part in x.split(cuts, dim=1):
             added = torch.full((2,), part.shape[1])
-            place = (position + prefix + torch.arange(part.shape[1]))[None]
-            y, state = module(part, place, added, state, sinks)
+            place = (position + torch.arange(part.shape[1]))[None]
+            y, state = module(part, module.rotary(part, place), added, state, sinks)
             parts.append(y)
             position += part.shape[1]
         close(torch.cat(parts, dim=1), want, bound)

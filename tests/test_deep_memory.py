@@ -448,15 +448,15 @@ def test_backward_memory_grows_by_the_weights_per_chunk(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": torch.zeros(2, 13, 3, 7)}, "key: expected the query's shape"),
+        ({"key": torch.zeros(2, 13, 3, 7)}, r"key: expected \(2, 13, 3, 8\), got \(2, 13, 3, 7\)"),
         ({"value": torch.zeros(2, 13, 3, 9)}, "value: expected"),
         ({"step_size": torch.zeros(2, 13)}, "step_size: expected"),
         ({"chunk_size": 5}, "chunk size of the state: expected 5, got 4"),
         ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
         ({"activation": "sin"}, "activation: expected one of"),
-        ({"log_momentum": None}, "momentum of the state"),
-        ({"unlock": [0, 3]}, "unlock: expected 1 positions"),
-        ({"unlock": [2]}, "unlock: expected 1 positions, the first 0"),
+        ({"log_momentum": None}, "momentum in the state: expected none, got 2"),
+        ({"unlock": [0, 3]}, r"unlock: expected 1 ascending positions from 0, got \[0, 3\]"),
+        ({"unlock": [2]}, "unlock: expected 1 ascending positions from 0"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm: expected above 0"),
         ({"backend": "fortran"}, "unknown kernel_backend 'fortran'"),
     ],
@@ -467,5 +467,5 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
 
 
 def test_refuses_more_blocks_than_units() -> None:
-    with pytest.raises(ValueError, match="capacity blocks: expected at most the 3 units"):
+    with pytest.raises(ValueError, match="capacity blocks: expected at most 3, the units of the narrowest layer"):
         deep_memory(**arguments(hidden=(3,), blocks=4))

@@ -349,7 +349,7 @@ def _step(
         )
 
     output, _ = read(network, q, weights, slots, inputs, deltas, *(x.flatten(0, 1)[:, None] for x in (*reads, write)))
-    coefficients = (write, momentum_write, keep, momentum_read, momentum_keep)
+    coefficients: tuple[Tensor, ...] = (write, momentum_write, keep, momentum_read, momentum_keep)
     memory = (*state.weights, *state.momentum)
     is_done = row == size - 1
     if bool(is_done.any()):
@@ -364,12 +364,17 @@ def _step(
             torch.where(done, fresh, x) for fresh, x in zip((0.0, 0.0, 1.0, 0.0, 1.0), coefficients, strict=True)
         )
     depth = network.depth
+    write, momentum_write, keep, momentum_read, momentum_keep = coefficients
     state = DeepMemoryState(
-        memory[:depth],
-        memory[depth:],
-        tuple(factors[:depth]),
-        tuple(factors[depth:]),
-        *coefficients,
+        weights=memory[:depth],
+        momentum=memory[depth:],
+        inputs=tuple(factors[:depth]),
+        deltas=tuple(factors[depth:]),
+        write=write,
+        momentum_write=momentum_write,
+        weight_keep=keep,
+        momentum_read=momentum_read,
+        momentum_keep=momentum_keep,
         position=state.position + 1,
     )
     return output.reshape(batch, 1, heads, -1), state

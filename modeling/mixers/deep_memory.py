@@ -16,6 +16,7 @@ from transformers import initialization as init
 from memzoo.kernels.blocked import blocked
 from memzoo.kernels.deep_memory import DeepMemoryState, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
+from memzoo.kernels.registry import cast
 from memzoo.kernels.short_conv import short_conv
 from memzoo.modeling.capacity import CapacitySchedule
 
@@ -41,7 +42,7 @@ class ShortConv(nn.Module):
         init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        return short_conv(x, self.weight.to(x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
+        return short_conv(x, cast(self.weight, x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
 
 
 class InnerGates(nn.Linear):
@@ -64,8 +65,7 @@ class InnerGates(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
         worth having."""
-        logits = super().forward(x)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).unflatten(-1, (-1, self.heads)).unbind(-2)
+        return widened(super().forward(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
 
 
 def unit_length(x: Tensor, eps: float = 0.0) -> Tensor:
@@ -75,8 +75,15 @@ def unit_length(x: Tensor, eps: float = 0.0) -> Tensor:
 
 
 def _unit_length(x: Tensor, eps: float) -> Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) if eps else F.normalize(x, dim=-1, eps=1e-6)
+    x = widened(x)
+    if eps:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-6)
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in float32 or wider."""
+    return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
 class InitialWeights(nn.Module):
@@ -197,7 +204,7 @@ class DeepMemory(nn.Module):
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
     ) -> tuple[Tensor, MemoryState]:
         projected = self.qkv_proj(x)
-        streams, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
+        streams, tail = self.conv(projected, cast(state.conv_tail, projected.dtype), lengths)
         streams = streams.unflatten(-1, (3, self.heads, -1))
         (q, k), v = unit_length(streams[:, :, :2]).unbind(2), streams[:, :, 2]
         step_size, *decays = self.gates(x)
@@ -217,4 +224,4 @@ class DeepMemory(nn.Module):
             lengths=lengths,
             backend=self.backend,
         )
-        return output.flatten(2).to(streams.dtype), MemoryState(tail, memory)
+        return cast(output.flatten(2), streams.dtype), MemoryState(tail, memory)
