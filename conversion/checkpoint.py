@@ -43,7 +43,8 @@ class Checkpoint:
             )
 
     def __enter__(self) -> Checkpoint:
-        self._stack, self._open = ExitStack(), {}  # type: ignore[var-annotated]
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
         for name in sorted(set(self.files.values())):
             path = self.folder / name
             if not path.exists():

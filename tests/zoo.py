@@ -38,6 +38,8 @@ def _titans(variant: str, blocks: int) -> PreTrainedConfig:
         max_step_size=0.25,
         capacity_blocks=blocks,
         capacity_context=3 * blocks,
+        # Attention with all its options, beside a capacity schedule.
+        **({"num_key_value_heads": 1, "attention_bias": True, "qk_norm": True} if blocks > 1 else {}),
         **_SHARED,
     )
 
