@@ -136,6 +136,7 @@ def flash_contract(
     for row in range(query.shape[0]):
         real = torch.ones(key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask[row].bool()
         k, v, q = key[row][:, real], value[row][:, real], query[row]
+        k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))  # it shares keys and values by itself
         gap = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
         seen = (gap >= 0) if sliding_window is None else (gap >= 0) & (gap < sliding_window)
         scores = (q @ k.mT * scaling).masked_fill(~seen, -torch.inf)

@@ -101,7 +101,8 @@ def attend(attention: Any, stream: Tensor, place: Tensor, sees: Tensor) -> Tenso
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
     q, k, v = (
-        p(stream).unflatten(-1, (-1, attention.head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        p(stream).unflatten(-1, (-1, attention.head_dim))
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     if attention.q_norm is not None:
         q, k = rms_norm(q, attention.q_norm), rms_norm(k, attention.k_norm)
