@@ -87,7 +87,7 @@ NAMES = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)
 PLAIN = [name for name in NAMES if name.endswith("-e1")]
 
 # Published sizes: config class, size, options, parameters (counted once, then held).
-_COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
+COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.TitansConfig, {"variant": "lmm"}, (145313664, 408473216, 865153920, 1194310576)),
     (memzoo.TitansConfig, {"variant": "mac"}, (166565184, 484018304, 1035094656, 1420872112)),
     (memzoo.TitansConfig, {"variant": "mag"}, (159487296, 458852480, 978471552, 1345374640)),
@@ -101,7 +101,7 @@ _COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
 ]
 PRESETS = [
     (kind, size, {**options, **({} if kind is memzoo.TransformerPlusPlusConfig else {"capacity_blocks": 16})}, count)
-    for kind, options, counts in _COUNTS
+    for kind, options, counts in COUNTS
     for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
 ]
 
