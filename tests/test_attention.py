@@ -19,7 +19,8 @@ from memzoo import MemoryCache, TitansConfig
 from memzoo.modeling.mixers.attention import CausalAttention
 
 TOKENS = 23
-WITH_ATTENTION = [n for n in zoo.PLAIN if any(isinstance(m, CausalAttention) for m in zoo.causal_lm(n).modules())]
+CANDIDATES = [n for n in zoo.NAMES if n in zoo.PLAIN or n.endswith("-mixed")]
+WITH_ATTENTION = [n for n in CANDIDATES if any(isinstance(m, CausalAttention) for m in zoo.causal_lm(n).modules())]
 
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "qk_norm": True}

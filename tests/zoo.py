@@ -68,7 +68,7 @@ TINY |= {
     "swla-e1": _matrix(memzoo.SWLAConfig, window=3),
     "swla-e4": _matrix(memzoo.SWLAConfig, 4),
     "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
-    "transformer_pp-mixed-e1": _matrix(
+    "transformer_pp-mixed": _matrix(
         memzoo.TransformerPlusPlusConfig,
         layer_types=["full_attention", "sliding_attention"],
         num_attention_heads=4,
