@@ -39,12 +39,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def record() -> dict[str, Any]:
-    """The config and the parameters' shapes of every model, by the installed library."""
-    fla, models = importlib.import_module("fla"), importlib.import_module("fla.models")
+def library() -> Any:
+    """The library's models, such that those with attention can be built on a CPU."""
     attention = importlib.import_module("fla.layers.attn")
     if attention.flash_attn_func is None:  # it asks for flash-attn when it is built, not when it runs
-        attention.flash_attn_func = record
+        attention.flash_attn_func = library
+    return importlib.import_module("fla.models")
+
+
+def record() -> dict[str, Any]:
+    """The config and the parameters' shapes of every model, by the installed library."""
+    fla, models = importlib.import_module("fla"), library()
     found = {}
     for name, (architecture, options) in MODELS.items():
         config = getattr(models, f"{architecture}Config")(**options)

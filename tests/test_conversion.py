@@ -28,6 +28,7 @@ from memzoo.conversion.tables import Row, Table
 
 RECORD = json.loads(record_fla.RECORD.read_text())
 FLA = [name for name in RECORD["models"] if not name.endswith("-default")]
+INSTALLED = importlib.util.find_spec("fla") is not None
 TOKENS = 13
 
 _SMALL: dict[str, Any] = {
@@ -81,7 +82,8 @@ def fla_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         tensors[key] = noise * (1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.7)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**RECORD["models"][name]["config"], "dtype": "float64"}))
+    extra = {"architectures": [f"{name.split('-')[0]}ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps({**RECORD["models"][name]["config"], "dtype": "float64", **extra}))
     return tensors
 
 
@@ -162,7 +164,7 @@ def test_what_a_native_checkpoint_may_have_besides(natives: dict[str, Path], tmp
 
 def test_the_record_is_what_the_library_says() -> None:
     """Where flash-linear-attention is installed; the record holds it to its word elsewhere."""
-    if importlib.util.find_spec("fla") is None:
+    if not INSTALLED:
         assert RECORD["version"] == "0.6.0"
         assert set(RECORD["models"]) == set(record_fla.MODELS)
         return
@@ -221,6 +223,11 @@ def test_an_fla_model_keeps_its_bits_and_numbers(name: str, tmp_path: Path) -> N
     assert {k: v for k, v in wanted.items() if k not in how} == {k: got.get(k, "missing") for k in wanted.keys() - how}
     again = convert(back, tmp_path / "again")
     same_bits(tensors_of(again), tensors_of(tmp_path / "ours"))
+    if INSTALLED:
+        model = getattr(record_fla.library(), wanted["architectures"][0]).from_pretrained(back)
+        parameters = {key: parameter.data for key, parameter in model.named_parameters()}
+        # it makes some of them in float32 whatever the model's dtype
+        same_bits(parameters, {key: tensor.to(parameters[key].dtype) for key, tensor in tensors.items()})
     assert settings(again) == settings(tmp_path / "ours")
 
 
