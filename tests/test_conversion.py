@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from safetensors.torch import load_file, save_file
-from tolerances import MODEL, WITNESS, close
+from tolerances import MODEL, OP, WITNESS, close
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
@@ -76,11 +76,7 @@ def natives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def fla_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
     """Random weights under the recorded names, saved with the recorded config; in float64."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for key, shape in RECORD["models"][name]["shapes"].items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        tensors[key] = noise * (1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.7)
+    tensors = record_fla.weights(RECORD["models"][name]["shapes"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     extra = {"architectures": [f"{name.split('-')[0]}ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps({**RECORD["models"][name]["config"], "dtype": "float64", **extra}))
@@ -229,6 +225,17 @@ def test_an_fla_model_keeps_its_bits_and_numbers(name: str, tmp_path: Path) -> N
         # it makes some of them in float32 whatever the model's dtype
         same_bits(parameters, {key: tensor.to(parameters[key].dtype) for key, tensor in tensors.items()})
     assert settings(again) == settings(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", [name for name in FLA if "logits" in RECORD["models"][name]])
+def test_logits_are_those_that_fla_computes(name: str, tmp_path: Path) -> None:
+    """Recorded from the library itself, in float32."""
+    (tmp_path / "theirs").mkdir()
+    fla_checkpoint(name, tmp_path / "theirs")
+    ours = load(convert(tmp_path / "theirs", tmp_path / "ours"))
+    with torch.no_grad():
+        got = ours(torch.tensor([record_fla.IDS])).logits[0, -1]
+    close(got, torch.tensor(RECORD["models"][name]["logits"]), OP[torch.float32])
 
 
 def settings(folder: Path) -> dict[str, Any]:
