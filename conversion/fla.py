@@ -1,7 +1,7 @@
 """flash-linear-attention's RetNet, DeltaNet, Gated DeltaNet, Comba and Transformer, and their hybrids with attention.
 
-Names and defaults are those of version 0.6.0; its tests of names and shapes run against the library where it is
-installed.
+Names and defaults are those of version 0.6.0, as `tests/record_fla.py` records them from the library. What it calls
+`num_heads` are our memory heads; its attention, in hybrids, has heads of its own.
 """
 
 from __future__ import annotations

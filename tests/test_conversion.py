@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -153,6 +154,21 @@ def test_what_a_native_checkpoint_may_have_besides(natives: dict[str, Path], tmp
     source = edited(natives["llama-tied"], tmp_path / "other", tensors={**tensors, **besides})
     with pytest.raises(ValueError, match=r"unknown lm_head\.weight"):
         convert(source, tmp_path / "theirs")
+
+
+def test_a_repository_of_the_hub(natives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (name, revision) == ("someone/model", "v1")
+        fetched = tmp_path / "fetched"
+        shutil.copytree(natives["llama"], fetched)
+        for path in fetched.iterdir():
+            if not any(path.match(pattern) for pattern in allow_patterns):
+                path.unlink()
+        return str(fetched)
+
+    monkeypatch.setattr(command, "snapshot_download", download)
+    convert("someone/model", tmp_path / "got", revision="v1")
+    same_bits(tensors_of(tmp_path / "got"), tensors_of(convert(natives["llama"], tmp_path / "wanted")))
 
 
 # flash-linear-attention's models
@@ -382,6 +398,7 @@ def edited(folder: Path, copy: Path, tensors: dict[str, Tensor] | None = None, d
         ("llama", {"partial_rotary_factor": 0.5}, "rope_parameters=.*: expected partial_rotary_factor 1"),
         ("llama", {"pad_token_id": -1}, "pad_token_id=-1: expected None, or an id below"),
         ("llama", {"hidden_size": 16}, "Do the weights belong to this config.json|expected the shape"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None: expected a window"),
         ("RetNet", {"num_kv_heads": 1}, r"retnet config: num_kv_heads=1: expected None. Our memories have as many"),
         ("RetNet", {"feature_map": "relu"}, "feature_map='relu': expected None"),
         ("RetNet", {"use_short_conv": True}, "use_short_conv=True: expected False"),
