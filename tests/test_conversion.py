@@ -494,6 +494,16 @@ def test_wrong_weights_and_places_are_refused(natives: dict[str, Path], tmp_path
         convert(empty, tmp_path / "ours")
 
 
+def test_parts_of_unlike_dtypes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    tensors = fla_checkpoint("DeltaNet", tmp_path / "theirs")
+    key = "model.layers.0.attn.k_proj.weight"
+    source = edited(tmp_path / "theirs", tmp_path / "mixed", tensors={**tensors, key: tensors[key].float()})
+    with pytest.raises(ValueError, match="Tensors that become one: expected a single dtype"):
+        convert(source, tmp_path / "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "theirs"]
+
+
 def test_a_shard_that_is_not_there(natives: dict[str, Path], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
