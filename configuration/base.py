@@ -113,7 +113,7 @@ class MemoryConfig(PreTrainedConfig):
         )
         self.validate_heads()
         require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
+            self.num_key_value_heads is not None and self.num_attention_heads % self.num_key_value_heads == 0,
             self,
             "num_key_value_heads",
             f"a divisor of num_attention_heads={self.num_attention_heads}",

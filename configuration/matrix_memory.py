@@ -47,8 +47,6 @@ class MatrixMemoryConfig(MemoryConfig):
     max_position_embeddings: int = 1 << 20
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_memory_heads is None:
-            self.num_memory_heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
@@ -62,14 +60,19 @@ class MatrixMemoryConfig(MemoryConfig):
         return self.layer_types or [self._default_layer_type] * self.num_hidden_layers
 
     @property
+    def memory_heads(self) -> int:
+        """Heads of the memories."""
+        return self.num_attention_heads if self.num_memory_heads is None else self.num_memory_heads
+
+    @property
     def key_head_dim(self) -> int:
         """Width K of one head's keys."""
-        return round(self.hidden_size * self.expand_k) // self.num_memory_heads
+        return round(self.hidden_size * self.expand_k) // self.memory_heads
 
     @property
     def value_head_dim(self) -> int:
         """Width V of one head's values."""
-        return round(self.hidden_size * self.expand_v) // self.num_memory_heads
+        return round(self.hidden_size * self.expand_v) // self.memory_heads
 
     def validate_heads(self) -> None:
         """Part of the `@strict` validation: memories divide their own widths, attention may have a width of its own."""
@@ -81,14 +84,10 @@ class MatrixMemoryConfig(MemoryConfig):
                 "num_attention_heads",
                 f"a divisor of hidden_size={self.hidden_size}, or a head_dim",
             )
-            require(
-                self.head_dim >= 2 and self.head_dim % 2 == 0,
-                self,
-                "head_dim",
-                "an even head width, for rotary embeddings",
-            )
-        heads = self.num_memory_heads
-        require(heads >= 1, self, "num_memory_heads", "at least 1")
+            width = self.head_dim or 0
+            require(width >= 2 and width % 2 == 0, self, "head_dim", "an even head width, for rotary embeddings")
+        heads = self.memory_heads
+        require(heads >= 1, self, "num_memory_heads", "None, or at least 1")
         if "linear_attention" in kinds:
             for field in ("expand_k", "expand_v"):
                 width = self.hidden_size * getattr(self, field)
@@ -110,7 +109,7 @@ class MatrixMemoryConfig(MemoryConfig):
             f"None or one of {OUTPUT_GATES}",
         )
         require(self.capacity_axis in CAPACITY_AXES, self, "capacity_axis", f"one of {CAPACITY_AXES}")
-        units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": self.num_memory_heads}
+        units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": self.memory_heads}
         limit = max(1, units[self.capacity_axis])
         require(self.capacity_blocks <= limit, self, "capacity_blocks", f"at most the {limit} units of its axis")
         require(

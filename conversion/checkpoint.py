@@ -43,17 +43,20 @@ class Checkpoint:
             )
 
     def __enter__(self) -> Checkpoint:
-        self._stack, self._open = ExitStack(), {}  # type: ignore[var-annotated]
-        for name in sorted(set(self.files.values())):
-            path = self.folder / name
-            if not path.exists():
-                raise ValueError(
-                    f"{self.folder}: {INDEX} expects the shard {name}, which is not there. Fetch it again."
-                )
-            self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-        wrong = [name for name, file in self.files.items() if name not in set(self._open[file].keys())]
-        if wrong:
-            raise ValueError(f"{self.folder}: {INDEX} expects {some(wrong)} in shards that do not have them.")
+        self._open: dict[str, Any] = {}
+        with ExitStack() as stack:
+            for name in sorted(set(self.files.values())):
+                path = self.folder / name
+                if not path.exists():
+                    raise ValueError(
+                        f"{self.folder}: {INDEX} expects the shard {name}, which is not there. Fetch it again."
+                    )
+                self._open[name] = stack.enter_context(safe_open(path, framework="pt"))
+            held = {name: set(file.keys()) for name, file in self._open.items()}
+            wrong = [name for name, file in self.files.items() if name not in held[file]]
+            if wrong:
+                raise ValueError(f"{self.folder}: {INDEX} expects {some(wrong)} in shards that do not have them.")
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(

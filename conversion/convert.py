@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ignore=given.ignore,
             max_shard_size=given.max_shard_size,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     print(path)
 

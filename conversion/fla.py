@@ -1,7 +1,7 @@
 """flash-linear-attention's RetNet, DeltaNet, Gated DeltaNet, Comba and Transformer, and their hybrids with attention.
 
-Names and defaults are those of version 0.6.0; its tests of names and shapes run against the library where it is
-installed.
+Names and defaults are those of version 0.6.0, as `tests/record_fla.py` records them from the library. What it calls
+`num_heads` are our memory heads; its attention, in hybrids, has heads of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RETENTION_THETA = 10000.0
 
 
 def _widths(config: PreTrainedConfig) -> list[int]:
-    key, value = (config.num_memory_heads * width for width in (config.key_head_dim, config.value_head_dim))
+    key, value = (config.memory_heads * width for width in (config.key_head_dim, config.value_head_dim))
     return [key, key, value]
 
 
@@ -106,7 +106,7 @@ def _read_hybrid(values: Values) -> Values:
     """The layers of attention: `attn` is one description of some layers' attention, or a list of them."""
     layers, heads, given = values["num_hidden_layers"], values["num_heads"], values["attn"]
     if not given:
-        return {"num_attention_heads": heads, "num_memory_heads": heads, "layer_types": None}
+        return {"num_attention_heads": heads, "layer_types": None}
     specs = [
         {"qkv_bias": False, "rope_theta": 10000.0, "window_size": None, **spec}
         for spec in (given if isinstance(given, list) else [given])
@@ -123,6 +123,7 @@ def _read_hybrid(values: Values) -> Values:
     for spec in specs:
         for layer in spec["layers"]:
             types[layer] = "full_attention" if spec["window_size"] is None else "sliding_attention"
+    sliding = {"sliding_window": windows.pop()} if windows else {}
     return {
         "num_memory_heads": heads,
         "layer_types": types,
@@ -130,7 +131,7 @@ def _read_hybrid(values: Values) -> Values:
         "num_key_value_heads": shared,
         "attention_bias": bias,
         "rope_parameters": _rope(float(theta)),
-        **{"sliding_window": window for window in windows},
+        **sliding,
     }
 
 
@@ -143,7 +144,7 @@ def _write_hybrid(config: PreTrainedConfig) -> Values:
             settings = {"qkv_bias": config.attention_bias, "window_size": window, "rope_theta": theta}
             heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
             specs.append({"layers": layers, **heads, **settings})
-    return {"num_heads": config.num_memory_heads, "attn": specs[0] if len(specs) == 1 else specs or None}
+    return {"num_heads": config.memory_heads, "attn": specs[0] if len(specs) == 1 else specs or None}
 
 
 def _read_retention(values: Values) -> Values:

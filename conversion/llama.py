@@ -46,9 +46,12 @@ def _write_full(config: PreTrainedConfig) -> Values:
 
 
 def _read_layers(values: Values) -> Values:
-    kinds = values["layer_types"]
-    sliding = {"sliding_window": values["sliding_window"]} if "sliding_attention" in kinds else {}
-    return {"layer_types": kinds, **sliding}
+    kinds, window = values["layer_types"], values["sliding_window"]
+    if "sliding_attention" not in kinds:
+        return {"layer_types": kinds}
+    if window is None:
+        raise Unfit("sliding_window", window, "a window for the sliding layers", "Set use_sliding_window as well.")
+    return {"layer_types": kinds, "sliding_window": window}
 
 
 def _write_layers(config: PreTrainedConfig) -> Values:

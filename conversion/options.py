@@ -102,9 +102,10 @@ class Options:
         ours = [name for option in self.table for name in option.ours]
         wanted = {f.name for f in fields(self.config_class)} - {f.name for f in fields(PreTrainedConfig)}
         if sorted(ours) != sorted(wanted):
+            twice = {name for name in ours if ours.count(name) > 1}
             raise ValueError(
-                f"Options of {self.config_class.__name__}: expected each field once, missing {sorted(wanted - set(ours))}"
-                f", besides {sorted(set(ours) - wanted)}, twice {sorted({n for n in ours if ours.count(n) > 1})}."
+                f"Options of {self.config_class.__name__}: expected each field once, missing "
+                f"{sorted(wanted - set(ours))}, besides {sorted(set(ours) - wanted)}, twice {sorted(twice)}."
             )
 
     def to_ours(self, theirs: Mapping[str, Any], subject: str) -> PreTrainedConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from safetensors.torch import load_file, save_file
-from tolerances import MODEL, WITNESS, close
+from tolerances import MODEL, OP, WITNESS, close
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
@@ -28,6 +29,7 @@ from memzoo.conversion.tables import Row, Table
 
 RECORD = json.loads(record_fla.RECORD.read_text())
 FLA = [name for name in RECORD["models"] if not name.endswith("-default")]
+INSTALLED = importlib.util.find_spec("fla") is not None
 TOKENS = 13
 
 _SMALL: dict[str, Any] = {
@@ -75,13 +77,10 @@ def natives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def fla_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
     """Random weights under the recorded names, saved with the recorded config; in float64."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for key, shape in RECORD["models"][name]["shapes"].items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        tensors[key] = noise * (1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.7)
+    tensors = record_fla.weights(RECORD["models"][name]["shapes"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**RECORD["models"][name]["config"], "dtype": "float64"}))
+    extra = {"architectures": [f"{name.split('-')[0]}ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps({**RECORD["models"][name]["config"], "dtype": "float64", **extra}))
     return tensors
 
 
@@ -153,8 +152,23 @@ def test_what_a_native_checkpoint_may_have_besides(natives: dict[str, Path], tmp
     convert(source, tmp_path / "ours")
     besides["lm_head.weight"][3, 3] += 1
     source = edited(natives["llama-tied"], tmp_path / "other", tensors={**tensors, **besides})
-    with pytest.raises(ValueError, match="unknown lm_head.weight"):
+    with pytest.raises(ValueError, match=r"unknown lm_head\.weight"):
         convert(source, tmp_path / "theirs")
+
+
+def test_a_repository_of_the_hub(natives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (name, revision) == ("someone/model", "v1")
+        fetched = tmp_path / "fetched"
+        shutil.copytree(natives["llama"], fetched)
+        for path in fetched.iterdir():
+            if not any(path.match(pattern) for pattern in allow_patterns):
+                path.unlink()
+        return str(fetched)
+
+    monkeypatch.setattr(command, "snapshot_download", download)
+    convert("someone/model", tmp_path / "got", revision="v1")
+    same_bits(tensors_of(tmp_path / "got"), tensors_of(convert(natives["llama"], tmp_path / "wanted")))
 
 
 # flash-linear-attention's models
@@ -162,7 +176,7 @@ def test_what_a_native_checkpoint_may_have_besides(natives: dict[str, Path], tmp
 
 def test_the_record_is_what_the_library_says() -> None:
     """Where flash-linear-attention is installed; the record holds it to its word elsewhere."""
-    if importlib.util.find_spec("fla") is None:
+    if not INSTALLED:
         assert RECORD["version"] == "0.6.0"
         assert set(RECORD["models"]) == set(record_fla.MODELS)
         return
@@ -221,7 +235,23 @@ def test_an_fla_model_keeps_its_bits_and_numbers(name: str, tmp_path: Path) -> N
     assert {k: v for k, v in wanted.items() if k not in how} == {k: got.get(k, "missing") for k in wanted.keys() - how}
     again = convert(back, tmp_path / "again")
     same_bits(tensors_of(again), tensors_of(tmp_path / "ours"))
+    if INSTALLED:
+        model = getattr(record_fla.library(), wanted["architectures"][0]).from_pretrained(back)
+        parameters = {key: parameter.data for key, parameter in model.named_parameters()}
+        # it makes some of them in float32 whatever the model's dtype
+        same_bits(parameters, {key: tensor.to(parameters[key].dtype) for key, tensor in tensors.items()})
     assert settings(again) == settings(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", [name for name in FLA if "logits" in RECORD["models"][name]])
+def test_logits_are_those_that_fla_computes(name: str, tmp_path: Path) -> None:
+    """Recorded from the library itself, in float32."""
+    (tmp_path / "theirs").mkdir()
+    fla_checkpoint(name, tmp_path / "theirs")
+    ours = load(convert(tmp_path / "theirs", tmp_path / "ours"))
+    with torch.no_grad():
+        got = ours(torch.tensor([record_fla.IDS])).logits[0, -1]
+    close(got, torch.tensor(RECORD["models"][name]["logits"]), OP[torch.float32])
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -368,6 +398,7 @@ def edited(folder: Path, copy: Path, tensors: dict[str, Tensor] | None = None, d
         ("llama", {"partial_rotary_factor": 0.5}, "rope_parameters=.*: expected partial_rotary_factor 1"),
         ("llama", {"pad_token_id": -1}, "pad_token_id=-1: expected None, or an id below"),
         ("llama", {"hidden_size": 16}, "Do the weights belong to this config.json|expected the shape"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None: expected a window"),
         ("RetNet", {"num_kv_heads": 1}, r"retnet config: num_kv_heads=1: expected None. Our memories have as many"),
         ("RetNet", {"feature_map": "relu"}, "feature_map='relu': expected None"),
         ("RetNet", {"use_short_conv": True}, "use_short_conv=True: expected False"),
@@ -444,11 +475,11 @@ def test_wrong_weights_and_places_are_refused(natives: dict[str, Path], tmp_path
     with pytest.raises(ValueError, match=f"is missing {key}. Expected"):
         convert(missing, tmp_path / "ours")
     unknown = edited(source, tmp_path / "unknown", tensors={**tensors, "model.extra": torch.ones(2)})
-    with pytest.raises(ValueError, match="has the unknown model.extra"):
+    with pytest.raises(ValueError, match=r"has the unknown model\.extra"):
         convert(unknown, tmp_path / "ours")
-    with pytest.raises(ValueError, match="expected the ignored options in config.json, got none called"):
+    with pytest.raises(ValueError, match=r"expected the ignored options in config\.json, got none called"):
         convert(source, tmp_path / "ours", ignore=["quantization_config"])
-    with pytest.raises(ValueError, match="expects a checkpoint of memzoo, got 'llama'"):
+    with pytest.raises(ValueError, match=r"expects a checkpoint of memzoo, got 'llama'"):
         convert(source, tmp_path / "ours", "qwen3")
     with pytest.raises(ValueError, match="to='gpt': expected one of"):
         convert(source, tmp_path / "ours", "gpt")
@@ -461,6 +492,16 @@ def test_wrong_weights_and_places_are_refused(natives: dict[str, Path], tmp_path
     (empty / "config.json").write_text((source / "config.json").read_text())
     with pytest.raises(ValueError, match=r"expected model.safetensors or .*, got config.json"):
         convert(empty, tmp_path / "ours")
+
+
+def test_parts_of_unlike_dtypes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    tensors = fla_checkpoint("DeltaNet", tmp_path / "theirs")
+    key = "model.layers.0.attn.k_proj.weight"
+    source = edited(tmp_path / "theirs", tmp_path / "mixed", tensors={**tensors, key: tensors[key].float()})
+    with pytest.raises(ValueError, match="Tensors that become one: expected a single dtype"):
+        convert(source, tmp_path / "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed", "theirs"]
 
 
 def test_a_shard_that_is_not_there(natives: dict[str, Path], tmp_path: Path) -> None:

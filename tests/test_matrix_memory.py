@@ -431,9 +431,35 @@ def test_hybrid_layers_are_what_layer_types_say() -> None:
         ("CombaConfig", {"variant": "other"}, "variant='other'"),
         ("SWLAConfig", {"window": 0}, "window=0"),
         ("TransformerPlusPlusConfig", {"capacity_blocks": 2}, "capacity_blocks=2"),
+        (
+            "TransformerPlusPlusConfig",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads=3: expected a divisor of num_att",
+        ),
+        ("TransformerPlusPlusConfig", {"num_attention_heads": 5}, "num_attention_heads=5: .* or a head_dim"),
+        ("TransformerPlusPlusConfig", {"head_dim": 5}, "head_dim=5: expected an even head width"),
+        ("GatedDeltaNetConfig", {"num_memory_heads": 5}, "expand_k=1.0: .* a multiple of 5 heads"),
+        ("GatedDeltaNetConfig", {"num_memory_heads": 0}, "num_memory_heads=0: expected None, or at least 1"),
     ],
 )
 def test_configs_refuse_what_cannot_be(config_class: str, options: dict[str, Any], match: str) -> None:
     shape = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "expand_k": 1.0, "expand_v": 1.0}
     with pytest.raises(ValueError, match=match):
         getattr(memzoo, config_class)(**{**shape, **options})
+
+
+def test_attention_and_memory_have_their_own_heads() -> None:
+    config = memzoo.GatedDeltaNetConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_memory_heads=3,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        rope_theta=500.0,
+        vocab_size=61,
+    )
+    memory, attention = (layer.mixer for layer in memzoo.GatedDeltaNetForCausalLM(config).model.layers)
+    assert (memory.heads, memory.key_dim) == (3, 6)
+    assert attention.o_proj.weight.shape == (24, 32)
+    assert attention.attention.rotary.inv_freq[1] == pytest.approx(500.0**-0.25)

@@ -60,7 +60,7 @@ class MatrixMemory(Mixer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.heads, self.key_dim, self.value_dim = (
-            config.num_memory_heads,
+            config.memory_heads,
             config.key_head_dim,
             config.value_head_dim,
         )
