@@ -6,7 +6,9 @@ Nothing but the inputs is kept for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +17,17 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 17
 """Elements of the widest input in a block: half a MiB in float32."""
 MIN_TOKENS = 16
+_in_piece: ContextVar[bool] = ContextVar("in_piece", default=False)
+
+
+@contextmanager
+def piece() -> Iterator[None]:
+    """Inside it nothing is cut further: the sequence has been already, and its backward recomputes what is inside."""
+    token = _in_piece.set(True)
+    try:
+        yield
+    finally:
+        _in_piece.reset(token)
 
 
 def blocked(
@@ -35,7 +48,7 @@ def blocked(
     first, halo = inputs[0], 0 if before is None else before.shape[1]
     tokens = first.shape[1]
     size = max(MIN_TOKENS, halo, BLOCK_ELEMENTS * tokens // max(1, *(x.numel() for x in inputs)))
-    if tokens <= size or first.device.type != "cpu" or torch.compiler.is_compiling():
+    if tokens <= size or first.device.type != "cpu" or torch.compiler.is_compiling() or _in_piece.get():
         return f(torch.cat([before, first], dim=1) if before is not None and halo else first, *inputs[1:], *params)
     if before is None:
         before = first[:, :0]
@@ -71,6 +84,7 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, f: Callable[..., Tensor], size: int, count: int, before: Tensor, *tensors: Tensor) -> Tensor:
         ctx.f, ctx.size, ctx.count = f, size, count
+        ctx.autocast = {"dtype": torch.get_autocast_dtype("cpu"), "enabled": torch.is_autocast_enabled("cpu")}
         ctx.save_for_backward(before, *tensors)
         return _forward(f, size, before, tensors[:count], tensors[count:])
 
@@ -92,7 +106,7 @@ class _Blocked(torch.autograd.Function):
             leaves = [x.detach() for x in (*_window(inputs, before, start, size), *params)]
             for i in wanted:
                 leaves[i].requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast("cpu", **ctx.autocast):
                 y = ctx.f(*leaves)
             found = torch.autograd.grad(y, [leaves[i] for i in wanted], d_y[:, start : start + size])
             for i, d in zip(wanted, found, strict=True):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from memzoo.kernels.blocked import piece
+
 State = TypeVar("State")
 
 
@@ -26,15 +28,22 @@ def scan(
         state: before the first token, a tensor or a tree of them.
         pieces: the arguments of `f`, as `split` makes them. A single one is not recomputed.
     """
-    recompute = len(pieces) > 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if len(pieces) == 1:
+        return f(state, *pieces[0])
+    recompute = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     outputs = []
-    for piece in pieces:
+    for arguments in pieces:
         if recompute:
-            y, state = checkpoint(f, state, *piece, use_reentrant=False, preserve_rng_state=False)
+            y, state = checkpoint(_read, f, state, arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            y, state = f(state, *piece)
+            y, state = _read(f, state, arguments)
         outputs.append(y)
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
+    return torch.cat(outputs, dim=1), state
+
+
+def _read(f: Callable[..., tuple[Tensor, State]], state: State, arguments: tuple[Any, ...]) -> tuple[Tensor, State]:
+    with piece():
+        return f(state, *arguments)
 
 
 def split(inputs: Sequence[Tensor | None], size: int) -> list[tuple[Tensor | None, ...]]:

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
+from memzoo.kernels.blocked import blocked
 from memzoo.modeling.cache import MemoryCache
 from memzoo.modeling.mixers.attention import HeadRotaryEmbedding
 from memzoo.modeling.sequences import Rows, layout
@@ -72,6 +73,17 @@ class Mixer(nn.Module):
         return None
 
 
+class FeedForward(LlamaMLP):
+    """`W_down (act(W_gate x) * (W_up x))`; on a CPU the product is made in blocks of tokens, which keeps less for the
+    backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(blocked(self._gated, self.gate_proj(x), self.up_proj(x)))
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
 class MemoryBlock(GradientCheckpointingLayer):
     """Pre-norm residual block: a mixer, then a SwiGLU feed-forward."""
 
@@ -80,7 +92,7 @@ class MemoryBlock(GradientCheckpointingLayer):
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = mixer
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = FeedForward(config)
 
     def forward(self, hidden: Tensor, step: Step, state: Any, keep_state: bool) -> tuple[Tensor, Any]:
         mixed, state = self.mixer(self.mixer_norm(hidden), step, state)

@@ -82,12 +82,12 @@ def _segment(
     system = (written @ k.mT * until[..., 1:]).tril(-1)
     right = torch.cat([beta * v, written * until[..., :1]], dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    ends, kept = (k * to_end).mT, products[..., -1, 0].expand(q.shape[:3])
+    u, w = (x.unbind(2) for x in solved.split([v.shape[-1], k.shape[-1]], dim=-1))
+    ends, kept = (k * to_end).mT.unbind(2), products[..., -1:, :1].expand(*q.shape[:3], 1, 1).unbind(2)
     starts, deltas = [], []
     for n in range(q.shape[2]):
         starts.append(state)
-        deltas.append(u[:, :, n] - w[:, :, n] @ state)
-        state = kept[:, :, n, None, None] * state + ends[:, :, n] @ deltas[n]
+        deltas.append(u[n] - w[n] @ state)
+        state = kept[n] * state + ends[n] @ deltas[n]
     y = (q * products[..., 1:, :1]) @ torch.stack(starts, dim=2) + (q @ k.mT * inside) @ torch.stack(deltas, dim=2)
     return unchunked(y, tokens), state

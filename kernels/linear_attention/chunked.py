@@ -62,11 +62,11 @@ def _segment(
     streams = [(chunks(k, size), chunks(v, size)) for k, v in zip(key.unbind(2), value.unbind(2), strict=True)]
     inside, to_end = products[..., 1:, 1:], products[..., -1, 1:, None]
     y = sum((q @ k.mT * inside) @ v for k, v in streams)
-    written = sum((k * to_end).mT @ v for k, v in streams)  # [B, H, N, K, V]
-    kept = products[..., -1, 0].expand(q.shape[:3])
+    written: Tensor = sum((k * to_end).mT @ v for k, v in streams)  # type: ignore[assignment]  # [B, H, N, K, V]
+    kept = products[..., -1:, :1].expand(*q.shape[:3], 1, 1)
     starts = []
-    for n in range(q.shape[2]):
+    for keep, new in zip(kept.unbind(2), written.unbind(2), strict=True):
         starts.append(state)
-        state = kept[:, :, n, None, None] * state + written[:, :, n]  # type: ignore[index]
+        state = keep * state + new
     y = y + (q * products[..., 1:, :1]) @ torch.stack(starts, dim=2)
     return unchunked(y, tokens), state

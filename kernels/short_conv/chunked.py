@@ -1,11 +1,13 @@
 """The causal depthwise convolution for blocks of tokens at once, as `W` shifted products.
 
 In the layout `[B, T, D]` of the projections this needs no transpose, which for `W` = 4 costs more than the products.
+The backward is written out: that of `W` overlapping slices would fill and add a whole block for each.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +28,33 @@ def short_conv(
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
-    width = weight.shape[1]
-    tokens = padded.shape[1] - width + 1
-    y = padded[:, width - 1 :] * weight[:, width - 1]
-    for j in range(width - 1):
-        y = torch.addcmul(y, padded[:, j : j + tokens], weight[:, j])
-    return ACTIVATION[activation](y)
+    return ACTIVATION[activation](_Convolution.apply(padded, weight))
+
+
+class _Convolution(torch.autograd.Function):
+    """`[B, W - 1 + L, D]` and `[D, W]` to `[B, L, D]`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(padded, weight)
+        width = weight.shape[1]
+        tokens = padded.shape[1] - width + 1
+        taps = weight.mT.contiguous()
+        y = padded[:, width - 1 :] * taps[width - 1]
+        for j in range(width - 1):
+            y.addcmul_(padded[:, j : j + tokens], taps[j])
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        padded, weight = ctx.saved_tensors
+        width, tokens = weight.shape[1], d_y.shape[1]
+        taps = weight.mT.contiguous()
+        d_padded = torch.zeros_like(padded)
+        d_taps = torch.empty_like(taps)
+        for j in range(width):
+            part = slice(j, j + tokens)
+            d_padded[:, part].addcmul_(d_y, taps[j])
+            d_taps[j] = (padded[:, part] * d_y).sum((0, 1))
+        return d_padded, d_taps.mT
