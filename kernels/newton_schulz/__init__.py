@@ -49,8 +49,6 @@ def newton_schulz(x: Tensor, *, steps: int = 5, backend: str = "auto") -> Tensor
     expect(OP, x.ndim >= 2, "x", "[..., M, N]", tuple(x.shape))
     expect(OP, x.dtype in (torch.float32, torch.float64), "dtype of x", "float32 or float64", x.dtype)
     expect(OP, steps >= 0, "steps", "at least 0", steps)
-    if steps == 0:
-        return x
     problem = Problem(x.device.type, str(x.dtype), {"M": x.shape[-2], "N": x.shape[-1]}, {"steps": steps})
     with torch.autocast(x.device.type, enabled=False):
         return select(OP, problem, backend)(x, steps)

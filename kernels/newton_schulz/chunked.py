@@ -19,6 +19,8 @@ from memzoo.kernels.newton_schulz import QUINTIC, TINY
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """See `memzoo.kernels.newton_schulz.newton_schulz`."""
+    if steps == 0:
+        return x
     if torch.is_grad_enabled() and x.requires_grad:
         return _Iteration.apply(x, steps)
     return _iterate(x, steps)
@@ -55,12 +57,15 @@ class _Iteration(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return pullback(d_y, x, ctx.steps), None
+        return value_and_pullback(x, ctx.steps, d_y)[1], None
 
 
-def pullback(d_y: Tensor, x: Tensor, steps: int) -> Tensor:
-    """The gradient of `x` from that of `newton_schulz(x)`."""
+def value_and_pullback(x: Tensor, steps: int, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    """`y = newton_schulz(x)`, and the gradient of `x` from that of `y`."""
+    if steps == 0:
+        return x, d_y
     x = x.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        (d_x,) = torch.autograd.grad(_iterate(x, steps), x, d_y)
-    return d_x
+        y = _iterate(x, steps)
+        (d_x,) = torch.autograd.grad(y, x, d_y)
+    return y.detach(), d_x
