@@ -48,6 +48,30 @@ TINY: dict[str, PreTrainedConfig] = {
 }
 
 
+def _deep(config_class: type, variant: str = "lmm", blocks: int = 1, **options: object) -> PreTrainedConfig:
+    shared = {"chunk_size": CHUNK, "segment_size": 2 * CHUNK, "sliding_window": 5, "num_persistent_tokens": 3}
+    schedule = {"capacity_blocks": blocks, "capacity_context": 3 * blocks, "max_step_size": 0.25}
+    return config_class(variant=variant, **{**_SHARED, **shared, **schedule, **options})
+
+
+# Windows that reach back over a chunk's edge, one longer than a chunk; features of every kind; Muon both ways.
+TINY |= {
+    "omeganet-lmm-e1": _deep(memzoo.OmegaNetConfig, window=3, feature_dim=3),
+    "omeganet-mac-e16": _deep(memzoo.OmegaNetConfig, "mac", 16, window=6, feature_map="identity"),
+    "omeganet-mag-e1": _deep(memzoo.OmegaNetConfig, "mag", window_halo=False, feature_map="powers", feature_degree=3),
+    "omeganet-mal-e16": _deep(memzoo.OmegaNetConfig, "mal", 16, memory="gated_mlp", use_momentum=True, feature_dim=3),
+    "atlas-lmm-e1": _deep(memzoo.AtlasConfig, window=3, feature_dim=3),
+    "atlas-mag-e16": _deep(memzoo.AtlasConfig, "mag", 16, window=3, feature_dim=None),
+    "atlas-mac-token-e1": _deep(memzoo.AtlasConfig, "mac", window=3, muon_every="token", feature_map="identity"),
+    "atlas-gated-token-e16": _deep(
+        memzoo.AtlasConfig, "lmm", 16, memory="gated_mlp", muon_every="token", window=3, feature_dim=3
+    ),
+    "atlas-gated-e1": _deep(memzoo.AtlasConfig, "mal", memory="gated_mlp", window=3, feature_dim=3),
+    "dla-lmm-e1": _deep(memzoo.DLAConfig),
+    "dla-mag-e16": _deep(memzoo.DLAConfig, "mag", 16, use_momentum=True),
+}
+
+
 def _matrix(config_class: type, blocks: int = 1, **options: object) -> PreTrainedConfig:
     shared = {"sliding_window": 5, "capacity_blocks": blocks, "capacity_context": 3 * blocks, "expand_k": 1.0}
     return config_class(**{**_SHARED, **shared, "expand_v": 1.5, **options})
@@ -71,7 +95,7 @@ TINY |= {
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
-QUICK = ["titans-mag-e1", "titans-mac-e16", "deltanet-e4", "swla-e1"]
+QUICK = ["titans-mag-e1", "titans-mac-e16", "omeganet-lmm-e1", "atlas-gated-token-e16", "deltanet-e4", "swla-e1"]
 NAMES = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)
 # One name per wiring, for checks that a capacity schedule cannot change.
 PLAIN = [name for name in NAMES if name.endswith("-e1")]
@@ -85,6 +109,16 @@ PRESETS = [
         "mag": (159487296, 458852480, 978471552, 1345374640),
         "mal": (173625216, 509136512, 1091646336, 1496300464),
     }.items()
+    for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
+]
+PRESETS += [
+    (config_class, size, options, count)
+    for config_class, options, counts in (
+        (memzoo.OmegaNetConfig, {}, (147157824, 413390336, 872528640, 1200799360)),
+        (memzoo.AtlasConfig, {}, (147305472, 413783936, 873118848, 1201094416)),
+        (memzoo.AtlasConfig, {"memory": "gated_mlp"}, (150402048, 423614336, 892583040, 1244151568)),
+        (memzoo.DLAConfig, {}, (145166016, 408079616, 864563712, 1194015520)),
+    )
     for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
 ]
 

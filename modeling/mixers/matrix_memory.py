@@ -25,7 +25,8 @@ from memzoo.kernels.short_conv import new_tail
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, KeyValueState
-from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv, unit_length
+from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv
+from memzoo.modeling.mixers.features import unit_length
 
 GATE: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 

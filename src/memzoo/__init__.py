@@ -5,6 +5,7 @@ Importing it registers every architecture with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -14,14 +15,17 @@ from memzoo.configuration.matrix_memory import (
     TransformerPlusPlusConfig,
 )
 from memzoo.configuration.titans import TitansConfig
+from memzoo.modeling.atlas import AtlasForCausalLM, AtlasForSequenceClassification, AtlasModel
 from memzoo.modeling.cache import MemoryCache, load_memory, save_memory
 from memzoo.modeling.comba import CombaForCausalLM, CombaForSequenceClassification, CombaModel
 from memzoo.modeling.deltanet import DeltaNetForCausalLM, DeltaNetForSequenceClassification, DeltaNetModel
+from memzoo.modeling.dla import DLAForCausalLM, DLAForSequenceClassification, DLAModel
 from memzoo.modeling.gated_deltanet import (
     GatedDeltaNetForCausalLM,
     GatedDeltaNetForSequenceClassification,
     GatedDeltaNetModel,
 )
+from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
 from memzoo.modeling.swla import SWLAForCausalLM, SWLAForSequenceClassification, SWLAModel
 from memzoo.modeling.titans import TitansForCausalLM, TitansForSequenceClassification, TitansModel
@@ -36,6 +40,9 @@ __version__ = "0.1.0"
 # One line per architecture: config, backbone, language model, classifier.
 ARCHITECTURES = (
     (TitansConfig, TitansModel, TitansForCausalLM, TitansForSequenceClassification),
+    (OmegaNetConfig, OmegaNetModel, OmegaNetForCausalLM, OmegaNetForSequenceClassification),
+    (AtlasConfig, AtlasModel, AtlasForCausalLM, AtlasForSequenceClassification),
+    (DLAConfig, DLAModel, DLAForCausalLM, DLAForSequenceClassification),
     (RetNetConfig, RetNetModel, RetNetForCausalLM, RetNetForSequenceClassification),
     (DeltaNetConfig, DeltaNetModel, DeltaNetForCausalLM, DeltaNetForSequenceClassification),
     (GatedDeltaNetConfig, GatedDeltaNetModel, GatedDeltaNetForCausalLM, GatedDeltaNetForSequenceClassification),
@@ -57,10 +64,18 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
 
 __all__ = [
     "ARCHITECTURES",
+    "AtlasConfig",
+    "AtlasForCausalLM",
+    "AtlasForSequenceClassification",
+    "AtlasModel",
     "CombaConfig",
     "CombaForCausalLM",
     "CombaForSequenceClassification",
     "CombaModel",
+    "DLAConfig",
+    "DLAForCausalLM",
+    "DLAForSequenceClassification",
+    "DLAModel",
     "DeltaNetConfig",
     "DeltaNetForCausalLM",
     "DeltaNetForSequenceClassification",
@@ -70,6 +85,10 @@ __all__ = [
     "GatedDeltaNetForSequenceClassification",
     "GatedDeltaNetModel",
     "MemoryCache",
+    "OmegaNetConfig",
+    "OmegaNetForCausalLM",
+    "OmegaNetForSequenceClassification",
+    "OmegaNetModel",
     "RetNetConfig",
     "RetNetForCausalLM",
     "RetNetForSequenceClassification",
