@@ -119,8 +119,8 @@ def test_first_degree_features_are_the_identity() -> None:
     state = plain.state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("features.coefficients"):
-                parameter.copy_(torch.tensor([1.0, 0.0]).expand_as(parameter))
+            if "features.coefficient_" in name:
+                parameter.fill_(float(name.endswith("_1")))
             elif name.endswith("initial_weights.layer_0"):
                 parameter[..., : state[name].shape[-1]] = state[name]
             elif name in state:

@@ -2,9 +2,12 @@
 
 Every factor `P_n = a I + b G_n + c G_n^2` is a polynomial of `G_0`, so they commute with one another and with `G_n`:
 
-    G_{n+1} = P_n^2 G_n,    X_n = (P_{n-1} ... P_0) X_0
+    G_{n+1} = P_n G_n P_n,    X_n = Q_n X_0,    Q_n = P_{n-1} ... P_0
 
-The wide matrix is multiplied twice, whatever the number of steps. Nothing but the input is kept for the backward.
+The wide matrix is multiplied twice, whatever the number of steps. The backward keeps nothing but the input. With `W`
+the gradient of `G_{n+1}` and `V` that of `Q_{n+1}`, those of `P_n`, `Q_n` and `G_n` are, up to what is skew in them,
+
+    dP = V Q_n^T + 2 A G_n,    P_n V,    P_n A + b dP + c (dP G_n + G_n dP),    A = W P_n
 """
 
 from __future__ import annotations
@@ -23,27 +26,72 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
         return _Iteration.apply(x, steps)
-    return _iterate(x, steps)
+    unit, _ = _unit(_wide(x))
+    return _wide_as(_factors(unit, steps)[2][-1] @ unit, x)
 
 
-def _iterate(x: Tensor, steps: int) -> Tensor:
-    a, b, c = QUINTIC
-    is_tall = x.shape[-2] > x.shape[-1]
-    squares = x.square().sum((-2, -1), keepdim=True)
-    is_zero = squares < TINY**2
-    unit = torch.where(is_zero, 0, x * torch.where(is_zero, 1, squares).rsqrt())
-    gram = unit.mT @ unit if is_tall else unit @ unit.mT
-    identity = torch.eye(gram.shape[-1], dtype=x.dtype, device=x.device)
-    product = None
-    for step in range(steps):
-        factor = a * identity + b * gram + c * (gram @ gram)
-        product = factor if product is None else factor @ product
+def value_and_pullback(x: Tensor, steps: int, d_y: Tensor) -> tuple[Tensor, Tensor]:
+    """`y = newton_schulz(x)`, and the gradient of `x` from that of `y`."""
+    if steps == 0:
+        return x, d_y
+    _, b, c = QUINTIC
+    (unit, shrink), d_wide = _unit(_wide(x)), _wide(d_y, like=x)
+    grams, factors, products = _factors(unit, steps)
+    d_unit, d_product = products[-1].mT @ d_wide, d_wide @ unit.mT
+    d_gram = torch.zeros_like(grams[0])
+    for step in reversed(range(steps)):
+        gram, factor = grams[step], factors[step]
+        d_factor = d_product
+        if step > 0:
+            d_factor, d_product = d_product @ products[step - 1].mT, factor @ d_product
         if step < steps - 1:
-            gram = factor @ (factor @ gram)
-            # Rounding leaves the product of commuting symmetric matrices a little skew, and each step would add to it.
-            gram = 0.5 * (gram + gram.mT)
-    assert product is not None
-    return unit @ product if is_tall else product @ unit
+            turned = d_gram @ factor
+            d_factor = d_factor + 2 * turned @ gram
+            d_gram = factor @ turned
+        d_factor = _symmetric(d_factor)
+        d_gram = _symmetric(d_gram + b * d_factor + 2 * c * (d_factor @ gram))
+    d_unit = d_unit + 2 * d_gram @ unit
+    along = (unit * d_unit).sum((-2, -1), keepdim=True)
+    return _wide_as(products[-1] @ unit, x), _wide_as((d_unit - unit * along) * shrink, x)
+
+
+def _factors(unit: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """`G_n`, `P_n` and `Q_{n+1}` for every step n."""
+    a, b, c = QUINTIC
+    gram = unit @ unit.mT
+    scaled_identity = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    grams, factors, products = [gram], list[Tensor](), list[Tensor]()
+    for step in range(steps):
+        factor = (c * (gram @ gram)).add_(gram, alpha=b).add_(scaled_identity)
+        factors.append(factor)
+        products.append(factor if step == 0 else factor @ products[-1])
+        if step < steps - 1:
+            # Rounding leaves a product of commuting matrices a little skew, and each step would add to it.
+            gram = _symmetric(factor @ (factor @ gram))
+            grams.append(gram)
+    return grams, factors, products
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    return 0.5 * (x + x.mT)
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x / |x|` and `1 / |x|`; both 0 where `x` is."""
+    squares = x.square().sum((-2, -1), keepdim=True)
+    shrink = torch.where(squares < TINY**2, 0, squares.clamp(min=TINY**2).rsqrt())
+    return x * shrink, shrink
+
+
+def _wide(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """`x`, on its side where it (or `like`) is tall."""
+    rows, columns = (x if like is None else like).shape[-2:]
+    return x.mT if rows > columns else x
+
+
+def _wide_as(y: Tensor, x: Tensor) -> Tensor:
+    """What was computed on its side, as `x` stands."""
+    return y.mT if x.shape[-2] > x.shape[-1] else y
 
 
 class _Iteration(torch.autograd.Function):
@@ -51,21 +99,10 @@ class _Iteration(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, steps: int) -> Tensor:
         ctx.steps = steps
         ctx.save_for_backward(x)
-        return _iterate(x, steps)
+        return newton_schulz(x, steps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return value_and_pullback(x, ctx.steps, d_y)[1], None
-
-
-def value_and_pullback(x: Tensor, steps: int, d_y: Tensor) -> tuple[Tensor, Tensor]:
-    """`y = newton_schulz(x)`, and the gradient of `x` from that of `y`."""
-    if steps == 0:
-        return x, d_y
-    x = x.detach().requires_grad_()
-    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        y = _iterate(x, steps)
-        (d_x,) = torch.autograd.grad(y, x, d_y)
-    return y.detach(), d_x

@@ -56,16 +56,22 @@ class Polynomial(FeatureMap):
     def __init__(self, heads: int, inputs: int, degree: int) -> None:
         super().__init__(heads, inputs)
         self.degree = degree
-        self.coefficients = nn.Parameter(torch.empty(heads, degree))
+        for i in range(1, 1 + degree):
+            self.register_parameter(f"coefficient_{i}", nn.Parameter(torch.empty(heads)))
+
+    @property
+    def coefficients(self) -> list[Tensor]:
+        """`b_1` to `b_p`, `[H]` each."""
+        return [getattr(self, f"coefficient_{i}") for i in range(1, 1 + self.degree)]
 
     def init_weights(self) -> None:
-        start = torch.tensor([math.factorial(i) ** -0.5 for i in range(1, 1 + self.degree)])
-        init.copy_(self.coefficients, start.expand_as(self.coefficients))
+        for degree, b in enumerate(self.coefficients, start=1):
+            init.constant_(b, math.factorial(degree) ** -0.5)
 
     def scales(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """`b_i / sqrt(sum a)`, `[H, 1]` for each degree."""
-        b = self.coefficients.to(dtype)
-        return (b / b.square().sum(-1, keepdim=True).sqrt())[..., None].unbind(1)
+        b = torch.stack(self.coefficients).to(dtype)
+        return (b / b.square().sum(0).sqrt())[..., None].unbind(0)
 
 
 class Powers(Polynomial):
