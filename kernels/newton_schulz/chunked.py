@@ -35,7 +35,7 @@ def value_and_pullback(x: Tensor, steps: int, d_y: Tensor) -> tuple[Tensor, Tens
     if steps == 0:
         return x, d_y
     _, b, c = QUINTIC
-    (unit, shrink), d_wide = _unit(_wide(x)), _wide(d_y, like=x)
+    (unit, shrink), d_wide = _unit(_wide(x)), _wide(d_y)
     grams, factors, products = _factors(unit, steps)
     d_unit, d_product = products[-1].mT @ d_wide, d_wide @ unit.mT
     d_gram = torch.zeros_like(grams[0])
@@ -46,11 +46,11 @@ def value_and_pullback(x: Tensor, steps: int, d_y: Tensor) -> tuple[Tensor, Tens
             d_factor, d_product = d_product @ products[step - 1].mT, factor @ d_product
         if step < steps - 1:
             turned = d_gram @ factor
-            d_factor = d_factor + 2 * turned @ gram
+            d_factor = torch.baddbmm(d_factor, turned, gram, alpha=2)
             d_gram = factor @ turned
         d_factor = _symmetric(d_factor)
-        d_gram = _symmetric(d_gram + b * d_factor + 2 * c * (d_factor @ gram))
-    d_unit = d_unit + 2 * d_gram @ unit
+        d_gram = _symmetric(torch.baddbmm(d_gram, d_factor, gram, alpha=2 * c).add_(d_factor, alpha=b))
+    d_unit = torch.baddbmm(d_unit, d_gram, unit, alpha=2)
     along = (unit * d_unit).sum((-2, -1), keepdim=True)
     return _wide_as(products[-1] @ unit, x), _wide_as((d_unit - unit * along) * shrink, x)
 
@@ -59,10 +59,10 @@ def _factors(unit: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor], list
     """`G_n`, `P_n` and `Q_{n+1}` for every step n."""
     a, b, c = QUINTIC
     gram = unit @ unit.mT
-    scaled_identity = a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     grams, factors, products = [gram], list[Tensor](), list[Tensor]()
     for step in range(steps):
-        factor = (c * (gram @ gram)).add_(gram, alpha=b).add_(scaled_identity)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
         factors.append(factor)
         products.append(factor if step == 0 else factor @ products[-1])
         if step < steps - 1:
@@ -83,15 +83,15 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * shrink, shrink
 
 
-def _wide(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """`x`, on its side where it (or `like`) is tall."""
-    rows, columns = (x if like is None else like).shape[-2:]
-    return x.mT if rows > columns else x
+def _wide(x: Tensor) -> Tensor:
+    """The matrices `[..., M, N]` in a row, `[B, m, n]`, on their sides where they are tall."""
+    x = x.reshape(-1, *x.shape[-2:])
+    return x.mT if x.shape[-2] > x.shape[-1] else x
 
 
 def _wide_as(y: Tensor, x: Tensor) -> Tensor:
     """What was computed on its side, as `x` stands."""
-    return y.mT if x.shape[-2] > x.shape[-1] else y
+    return (y.mT if x.shape[-2] > x.shape[-1] else y).reshape(x.shape)
 
 
 class _Iteration(torch.autograd.Function):
