@@ -1,9 +1,21 @@
 """The fields that every model of the zoo has."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from typing_extensions import Self
+
+# ATLAS (arXiv 2505.23735), Table 7: the sizes of the comparisons in its and later papers of this family.
+SIZES: dict[str, dict[str, Any]] = {
+    size: {"num_hidden_layers": blocks, "hidden_size": width, "num_attention_heads": heads}
+    for size, (blocks, width, heads) in {
+        "170m": (12, 768, 16),
+        "340m": (24, 1024, 16),
+        "760m": (24, 1536, 16),
+        "1.3b": (18, 2048, 8),
+    }.items()
+}
 
 
 def require(ok: bool, config: Any, field: str, expected: str) -> None:
@@ -22,6 +34,10 @@ class MemoryConfig(PreTrainedConfig):
         intermediate_size: width of the SwiGLU feed-forward; `None` for 8/3 D rounded up to a multiple of 64.
         num_hidden_layers: number of blocks.
         num_attention_heads: heads H of memories and attention; divides D.
+        num_key_value_heads: heads of the attention's keys and values, each shared by as many of its queries; `None` for
+            as many as there are.
+        attention_bias: whether the attention's queries, keys and values have biases.
+        qk_norm: whether an RMS norm per head scales the attention's queries and keys before they are rotated.
         hidden_act: activation of the feed-forward.
         mlp_bias: whether its linear layers have biases.
         rms_norm_eps: epsilon of the RMS norms.
@@ -38,6 +54,9 @@ class MemoryConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     num_hidden_layers: int = 12
     num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    attention_bias: bool = False
+    qk_norm: bool = False
     hidden_act: str = "silu"
     mlp_bias: bool = False
     rms_norm_eps: float = 1e-6
@@ -51,9 +70,20 @@ class MemoryConfig(PreTrainedConfig):
     capacity_blocks: int = 1
     capacity_context: int = 8192
 
+    _sizes: ClassVar[dict[str, dict[str, Any]]] = SIZES
+
+    @classmethod
+    def preset(cls, size: str, **overrides: Any) -> Self:
+        """A published size, `"170m"`, `"340m"`, `"760m"` or `"1.3b"`, with any field overridden."""
+        if size not in cls._sizes:
+            raise ValueError(f"{cls.__name__}.preset: unknown size {size!r}; expected one of {sorted(cls._sizes)}.")
+        return cls(**{**cls._sizes[size], **overrides})
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)
         self.validate_sizes()  # here for a plain ValueError: `@strict` wraps what its own validation raises
 
@@ -70,6 +100,7 @@ class MemoryConfig(PreTrainedConfig):
             "intermediate_size",
             "num_hidden_layers",
             "num_attention_heads",
+            "num_key_value_heads",
             "capacity_blocks",
             "capacity_context",
         ):
@@ -80,6 +111,16 @@ class MemoryConfig(PreTrainedConfig):
             "pad_token_id",
             f"None, or an id below vocab_size={self.vocab_size}",
         )
+        self.validate_heads()
+        require(
+            self.num_key_value_heads is not None and self.num_attention_heads % self.num_key_value_heads == 0,
+            self,
+            "num_key_value_heads",
+            f"a divisor of num_attention_heads={self.num_attention_heads}",
+        )
+
+    def validate_heads(self) -> None:
+        """Part of the `@strict` validation: how the heads share the width."""
         require(
             self.hidden_size % self.num_attention_heads == 0,
             self,

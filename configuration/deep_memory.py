@@ -11,8 +11,6 @@ MEMORIES = ("mlp", "gated_mlp")
 MEMORY_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "tanh")
 FEATURE_MAPS = ("identity", "monomials", "powers")
 MUON_EVERY = ("token", "chunk")
-# ATLAS (arXiv 2505.23735), Table 7, which lists the sizes of Titans' comparisons, too: blocks, width, heads.
-SIZES = {"170m": (12, 768, 16), "340m": (24, 1024, 16), "760m": (24, 1536, 16), "1.3b": (18, 2048, 8)}
 # What tells the rules apart: a field of an architecture that lets one choose, a fixed value of any other.
 RULE = ("memory", "objective", "window", "window_halo", "use_muon", "feature_map", "feature_degree", "feature_dim")
 
@@ -40,7 +38,8 @@ class DeepMemoryConfig(MemoryConfig):
         sliding_window: window of the attention in `mag` and `mal`, in tokens, the current one included.
         segment_size: segment of `mac`; a multiple of `chunk_size`.
         conv_width: width of the short causal convolution after the projections; 1 for none.
-        rope_parameters: rotary embedding of the attention branches, as in transformers.
+        rope_parameters: rotary embedding of the attention branches, of any type that transformers has; `None` for
+            base 10000.
     """
 
     variant: str = "lmm"
@@ -71,15 +70,6 @@ class DeepMemoryConfig(MemoryConfig):
     feature_degree = 1
     feature_dim = None  # type: int | None
 
-    @classmethod
-    def preset(cls, size: str, **overrides: Any) -> "DeepMemoryConfig":
-        """A size of the papers: `"170m"`, `"340m"`, `"760m"` or `"1.3b"`, with any field overridden."""
-        if size not in SIZES:
-            raise ValueError(f"{cls.__name__}.preset: unknown size {size!r}; expected one of {sorted(SIZES)}.")
-        layers, width, heads = SIZES[size]
-        fields = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-        return cls(**{**fields, **overrides})
-
     def __post_init__(self, **kwargs: Any) -> None:
         for name in kwargs.keys() & set(RULE):
             raise ValueError(
@@ -90,8 +80,6 @@ class DeepMemoryConfig(MemoryConfig):
             self.memory_residual = self.memory_depth > 1
         if self.max_step_size is None:
             self.max_step_size = min(0.1 if self.use_muon else 1.0, 4.0 / max(1, self.chunk_size))
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
         self.validate_deep_memory()
 

@@ -1,10 +1,11 @@
 """What the models with one matrix per head have in common: RetNet, DeltaNet, Gated DeltaNet, Comba, SWLA."""
 
+from math import isclose
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from memzoo.configuration.base import MemoryConfig, require
+from memzoo.configuration.base import SIZES, MemoryConfig, require
 
 LAYER_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 OUTPUT_GATES = ("silu", "sigmoid")
@@ -16,6 +17,9 @@ class MatrixMemoryConfig(MemoryConfig):
     """A language model whose memory is a matrix per head, alone or among layers of attention.
 
     Args:
+        num_memory_heads: heads of the memories; `None` for `num_attention_heads`.
+        head_dim: width of one head of attention; `None` for `hidden_size / num_attention_heads`.
+        attention_out_bias: whether the attention's output projection has a bias.
         expand_k: width of all heads' keys over `hidden_size`.
         expand_v: width of all heads' values over `hidden_size`.
         conv_width: width of the short causal convolution on queries, keys and values; 1 for none (SiLU stays).
@@ -25,9 +29,12 @@ class MatrixMemoryConfig(MemoryConfig):
         layer_types: for each block `"linear_attention"` (the memory), `"sliding_attention"` or `"full_attention"`;
             `None` for the memory everywhere (in Transformer++: full attention).
         sliding_window: window of the sliding attention, in tokens, the current one included.
-        rope_parameters: rotary embedding of the attention, as in transformers.
+        rope_parameters: rotary embedding of the attention, of any type that transformers has; `None` for base 10000.
     """
 
+    num_memory_heads: int | None = None
+    head_dim: int | None = None  # type: ignore[assignment]  # a property of the other models
+    attention_out_bias: bool = False
     expand_k: float = 1.0
     expand_v: float = 1.0
     conv_width: int = 4
@@ -40,8 +47,8 @@ class MatrixMemoryConfig(MemoryConfig):
     max_position_embeddings: int = 1 << 20
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
         self.validate_matrix_memory()
 
@@ -53,26 +60,46 @@ class MatrixMemoryConfig(MemoryConfig):
         return self.layer_types or [self._default_layer_type] * self.num_hidden_layers
 
     @property
+    def memory_heads(self) -> int:
+        """Heads of the memories."""
+        return self.num_attention_heads if self.num_memory_heads is None else self.num_memory_heads
+
+    @property
     def key_head_dim(self) -> int:
         """Width K of one head's keys."""
-        return int(self.hidden_size * self.expand_k) // self.num_attention_heads
+        return round(self.hidden_size * self.expand_k) // self.memory_heads
 
     @property
     def value_head_dim(self) -> int:
         """Width V of one head's values."""
-        return int(self.hidden_size * self.expand_v) // self.num_attention_heads
+        return round(self.hidden_size * self.expand_v) // self.memory_heads
+
+    def validate_heads(self) -> None:
+        """Part of the `@strict` validation: memories divide their own widths, attention may have a width of its own."""
+        kinds = set(self.mixer_types)
+        if kinds != {"linear_attention"}:
+            require(
+                self.head_dim is not None,
+                self,
+                "num_attention_heads",
+                f"a divisor of hidden_size={self.hidden_size}, or a head_dim",
+            )
+            width = self.head_dim or 0
+            require(width >= 2 and width % 2 == 0, self, "head_dim", "an even head width, for rotary embeddings")
+        heads = self.memory_heads
+        require(heads >= 1, self, "num_memory_heads", "None, or at least 1")
+        if "linear_attention" in kinds:
+            for field in ("expand_k", "expand_v"):
+                width = self.hidden_size * getattr(self, field)
+                require(
+                    width >= 1 and isclose(width, round(width)) and round(width) % heads == 0,
+                    self,
+                    field,
+                    f"a factor that makes hidden_size={self.hidden_size} a multiple of {heads} heads",
+                )
 
     def validate_matrix_memory(self) -> None:
         """Part of the `@strict` validation."""
-        heads = self.num_attention_heads
-        for field in ("expand_k", "expand_v"):
-            width = self.hidden_size * getattr(self, field)
-            require(
-                width >= 1 and width == int(width) and int(width) % heads == 0,
-                self,
-                field,
-                f"a factor that makes hidden_size={self.hidden_size} a multiple of num_attention_heads={heads}",
-            )
         for field in ("conv_width", "sliding_window"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
         require(
@@ -82,16 +109,15 @@ class MatrixMemoryConfig(MemoryConfig):
             f"None or one of {OUTPUT_GATES}",
         )
         require(self.capacity_axis in CAPACITY_AXES, self, "capacity_axis", f"one of {CAPACITY_AXES}")
-        units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": heads}[self.capacity_axis]
-        require(self.capacity_blocks <= units, self, "capacity_blocks", f"at most the {units} units of its axis")
+        units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": self.memory_heads}
+        limit = max(1, units[self.capacity_axis])
+        require(self.capacity_blocks <= limit, self, "capacity_blocks", f"at most the {limit} units of its axis")
         require(
             len(self.mixer_types) == self.num_hidden_layers and all(kind in LAYER_TYPES for kind in self.mixer_types),
             self,
             "layer_types",
             f"None, or num_hidden_layers={self.num_hidden_layers} of {LAYER_TYPES}",
         )
-        if set(self.mixer_types) != {"linear_attention"}:
-            require(self.head_dim % 2 == 0, self, "num_attention_heads", "an even head width, for rotary embeddings")
 
 
 @strict
@@ -119,12 +145,15 @@ class DeltaNetConfig(MatrixMemoryConfig):
 
     Args:
         allow_negative_eigenvalues: strengths up to 2 instead of 1 (arXiv 2411.12537).
+        unit_eps: epsilon of the unit queries and keys, `x / sqrt(|x|^2 + unit_eps)`: 1e-6 in flash-linear-attention;
+            0 for `x / max(|x|, 1e-6)`.
     """
 
     model_type = "memzoo_deltanet"
 
     output_gate: str | None = None
     allow_negative_eigenvalues: bool = False
+    unit_eps: float = 0.0
 
 
 @strict
@@ -133,6 +162,7 @@ class GatedDeltaNetConfig(MatrixMemoryConfig):
 
     Args:
         allow_negative_eigenvalues: strengths up to 2 instead of 1.
+        unit_eps: see `DeltaNetConfig`.
     """
 
     model_type = "memzoo_gated_deltanet"
@@ -140,6 +170,7 @@ class GatedDeltaNetConfig(MatrixMemoryConfig):
     expand_k: float = 0.75
     expand_v: float = 1.5
     allow_negative_eigenvalues: bool = False
+    unit_eps: float = 0.0
 
 
 @strict
@@ -150,7 +181,8 @@ class CombaConfig(MatrixMemoryConfig):
         variant: `"paper"`: unit queries and keys, erase key `p = b k`, read at `q - d k` (Eq 5). `"fla"`: as in
             flash-linear-attention, which normalises afterwards: erase key `k`, read at the unit vector along
             `q - d b k` of the unnormalised q and k.
-        correction: initial d of every head.
+        correction: initial d of every head: 0.02 in the authors' small models, 1 in their 1.3B model.
+        unit_eps: see `DeltaNetConfig`.
     """
 
     model_type = "memzoo_comba"
@@ -159,6 +191,9 @@ class CombaConfig(MatrixMemoryConfig):
     expand_v: float = 1.5
     variant: str = "paper"
     correction: float = 0.02
+    unit_eps: float = 0.0
+
+    _sizes = {**SIZES, "1.3b": {**SIZES["1.3b"], "correction": 1.0}}
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -6,84 +6,105 @@ Nothing but the inputs is kept for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 17
-"""Elements of `x` in a block: half a MiB in float32."""
+"""Elements of the widest input in a block: half a MiB in float32."""
 MIN_TOKENS = 16
 
 
-def blocked(f: Callable[..., Tensor], x: Tensor, *params: Tensor, before: Tensor | None = None) -> Tensor:
-    """`f([before, x], *params)`, for an `f` whose output at a token depends on it and the H tokens before it.
+def blocked(
+    f: Callable[..., Tensor], *inputs: Tensor, params: Sequence[Tensor] = (), before: Tensor | None = None
+) -> Tensor:
+    """`f(*inputs, *params)`, for an `f` whose output at a token depends on the inputs at it alone.
 
     Args:
-        f: `[B, H + L, ...]` and `params` to `[B, L, ...]`, for any L; differentiable.
-        x: `[B, T, ...]`.
+        f: inputs `[B, L, ...]` and `params` to `[B, L, ...]`, for any L; differentiable.
+        inputs: `[B, T, ...]` each.
         params: what else `f` takes, with gradients.
-        before: the H tokens before `x`, `[B, H, ...]`; `None` for H = 0.
+        before: the H tokens before the first input, `[B, H, ...]`, for an `f` that depends on them as well and takes
+            `[before, input]` there; `None` for H = 0.
 
     Returns:
         `[B, T, ...]`. It has first derivatives only where there is more than one block.
     """
-    halo = 0 if before is None else before.shape[1]
-    size = max(MIN_TOKENS, halo, BLOCK_ELEMENTS // max(1, x[:, :1].numel()))
-    if x.shape[1] <= size or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return f(x if before is None or halo == 0 else torch.cat([before, x], dim=1), *params)
+    first, halo = inputs[0], 0 if before is None else before.shape[1]
+    tokens = first.shape[1]
+    size = max(MIN_TOKENS, halo, BLOCK_ELEMENTS * tokens // max(1, *(x.numel() for x in inputs)))
+    if tokens <= size or first.device.type != "cpu" or torch.compiler.is_compiling():
+        return f(torch.cat([before, first], dim=1) if before is not None and halo else first, *inputs[1:], *params)
     if before is None:
-        before = x[:, :0]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, before, *params)):
-        return _Blocked.apply(f, size, x, before, *params)
-    return _forward(f, size, x, before, params)
+        before = first[:, :0]
+    tensors = (*inputs, *params)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (before, *tensors)):
+        return _Blocked.apply(f, size, len(inputs), before, *tensors)
+    return _forward(f, size, before, inputs, params)
 
 
-def _window(x: Tensor, before: Tensor, start: int, size: int) -> Tensor:
+def _window(inputs: Sequence[Tensor], before: Tensor, start: int, size: int) -> list[Tensor]:
+    first, *others = inputs
     halo = before.shape[1]
     if halo == 0 or start >= halo:
-        return x[:, start - halo : start + size]
-    return torch.cat([before[:, start:], x[:, : start + size]], dim=1)
+        first = first[:, start - halo : start + size]
+    else:
+        first = torch.cat([before[:, start:], first[:, : start + size]], dim=1)
+    return [first, *(x[:, start : start + size] for x in others)]
 
 
-def _forward(f: Callable[..., Tensor], size: int, x: Tensor, before: Tensor, params: tuple[Tensor, ...]) -> Tensor:
-    first = f(_window(x, before, 0, size), *params)
-    y = first.new_empty(x.shape[0], x.shape[1], *first.shape[2:])
-    y[:, :size] = first
-    for start in range(size, x.shape[1], size):
-        y[:, start : start + size] = f(_window(x, before, start, size), *params)
+def _forward(
+    f: Callable[..., Tensor], size: int, before: Tensor, inputs: Sequence[Tensor], params: Sequence[Tensor]
+) -> Tensor:
+    tokens = inputs[0].shape[1]
+    block = f(*_window(inputs, before, 0, size), *params)
+    y = block.new_empty(block.shape[0], tokens, *block.shape[2:])
+    y[:, :size] = block
+    for start in range(size, tokens, size):
+        y[:, start : start + size] = f(*_window(inputs, before, start, size), *params)
     return y
 
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, f: Callable[..., Tensor], size: int, x: Tensor, before: Tensor, *params: Tensor) -> Tensor:
-        ctx.f, ctx.size = f, size
-        ctx.save_for_backward(x, before, *params)
-        return _forward(f, size, x, before, params)
+    def forward(ctx: Any, f: Callable[..., Tensor], size: int, count: int, before: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.f, ctx.size, ctx.count = f, size, count
+        ctx.save_for_backward(before, *tensors)
+        return _forward(f, size, before, tensors[:count], tensors[count:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-        x, before, *params = ctx.saved_tensors
-        size, halo = ctx.size, before.shape[1]
-        d_x, d_before = torch.empty_like(x), torch.zeros_like(before)
-        d_params = [torch.zeros_like(p) for p in params]
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        for start in range(0, x.shape[1], size):
-            window = _window(x, before, start, size).detach().requires_grad_()
-            leaves = [p.detach().requires_grad_(i in wanted) for i, p in enumerate(params)]
+        before, *tensors = ctx.saved_tensors
+        size, count, halo = ctx.size, ctx.count, before.shape[1]
+        inputs, params = tensors[:count], tensors[count:]
+        _, *needed = ctx.needs_input_grad[3:]
+        needed[0] = needed[0] or ctx.needs_input_grad[3]  # the halo's gradient comes with the first input's
+        wanted = [i for i, is_needed in enumerate(needed) if is_needed]
+        d_before = torch.zeros_like(before)
+        d_tensors = [
+            (torch.empty_like(x) if i < count else torch.zeros_like(x)) if needed[i] else None
+            for i, x in enumerate(tensors)
+        ]
+        for start in range(0, inputs[0].shape[1], size):
+            leaves = [x.detach() for x in (*_window(inputs, before, start, size), *params)]
+            for i in wanted:
+                leaves[i].requires_grad_()
             with torch.enable_grad():
-                y = ctx.f(window, *leaves)
-            d_window, *found = torch.autograd.grad(
-                y, [window, *(leaves[i] for i in wanted)], d_y[:, start : start + size]
-            )
+                y = ctx.f(*leaves)
+            found = torch.autograd.grad(y, [leaves[i] for i in wanted], d_y[:, start : start + size])
             for i, d in zip(wanted, found, strict=True):
-                d_params[i] += d
-            d_x[:, start : start + size] = d_window[:, halo:]
-            if start == 0:
-                d_before += d_window[:, :halo]
-            else:
-                d_x[:, start - halo : start] += d_window[:, :halo]
-        return (None, None, d_x, d_before, *d_params)
+                whole: Any = d_tensors[i]
+                if i >= count:
+                    whole += d
+                elif i > 0 or halo == 0:
+                    whole[:, start : start + size] = d
+                else:
+                    whole[:, start : start + size] = d[:, halo:]
+                    if start == 0:
+                        d_before += d[:, :halo]
+                    else:
+                        whole[:, start - halo : start] += d[:, :halo]
+        return (None, None, None, d_before, *d_tensors)

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
 
@@ -75,25 +78,23 @@ def select(op: Op, problem: Problem, wanted: str = "auto") -> Callable[..., Any]
     Raises:
         ValueError: `wanted` names no backend of `op`, or one that cannot compute `problem`.
     """
-    reasons = explain(op, problem)
     if wanted == "auto":
-        chosen = next((name for name, reason in reasons.items() if reason is None), None)
-        if chosen is None:
-            raise ValueError(f"{op.name}: no backend can compute {problem}; reasons: {reasons}.")
-        for name, reason in reasons.items():
-            if name == chosen:
-                break
-            _log_once(f"{op.name}: backend '{name}' is not used: {reason}")
-    elif wanted not in reasons:
-        raise ValueError(f"{op.name}: unknown kernel_backend {wanted!r}; expected 'auto' or one of {op.names()}.")
-    elif reasons[wanted] is not None:
-        raise ValueError(
-            f"{op.name}: backend {wanted!r} was asked for but cannot compute {problem}: {reasons[wanted]}. "
-            "Use kernel_backend='auto' to take the fastest one that can."
-        )
-    else:
-        chosen = wanted
-    return _load(next(backend.entry for backend in op.backends if backend.name == chosen))
+        for backend in op.backends:
+            reason = backend.supports(problem)
+            if reason is None:
+                return _load(backend.entry)
+            _log_once(f"{op.name}: backend '{backend.name}' is not used: {reason}")
+        raise ValueError(f"{op.name}: no backend can compute {problem}; reasons: {explain(op, problem)}.")
+    for backend in op.backends:
+        if backend.name == wanted:
+            reason = backend.supports(problem)
+            if reason is None:
+                return _load(backend.entry)
+            raise ValueError(
+                f"{op.name}: backend {wanted!r} was asked for but cannot compute {problem}: {reason}. "
+                "Use kernel_backend='auto' to take the fastest one that can."
+            )
+    raise ValueError(f"{op.name}: unknown kernel_backend {wanted!r}; expected 'auto' or one of {op.names()}.")
 
 
 @cache
@@ -110,4 +111,10 @@ def _log_once(message: str) -> None:
 def expect(op: Op, ok: bool, what: str, expected: object, got: object) -> None:
     """Raise a ValueError that names the op, what is wrong, what it should be and what it is, unless `ok`."""
     if not ok:
+        expected, got = (tuple(x) if isinstance(x, torch.Size) else x for x in (expected, got))
         raise ValueError(f"{op.name}: {what}: expected {expected}, got {got}.")
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`; nothing where nothing is to do, which at a single token costs less than asking torch."""
+    return x if x.dtype == dtype else x.to(dtype)

@@ -25,6 +25,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from memzoo.modeling.cache import MemoryCache
+from memzoo.modeling.mixers.attention import HeadRotaryEmbedding
 from memzoo.modeling.sequences import Rows, layout
 
 logger = logging.get_logger(__name__)
@@ -39,17 +40,36 @@ class Step(NamedTuple):
     """Real tokens per row, `[R]`; `None` when all are real."""
     added: Tensor
     """The same, never `None`."""
+    rotary: dict[int, tuple[Tensor, Tensor]]
+    """Cosines and sines of the tokens' positions, each `[R, L, D]`, by the width D of the heads that rotate."""
+
+    def split(self, tokens: int, size: int) -> list[Step]:
+        """The same for pieces of `size` of the `tokens` columns."""
+        if tokens <= size:
+            return [self]
+        pieces = []
+        for start in range(0, tokens, size):
+            part = slice(start, start + size)
+            added = (self.added - start).clamp(0, min(size, tokens - start))
+            rotary = {width: (cos[:, part], sin[:, part]) for width, (cos, sin) in self.rotary.items()}
+            position = self.position + self.added.clamp(max=start)
+            pieces.append(Step(position, None if self.lengths is None else added, added, rotary))
+        return pieces
 
 
 class Mixer(nn.Module):
     """A layer that mixes tokens: what a block expects.
 
     `forward(x, step, state)` takes and returns `[R, L, D]` on rows and a state: a tree of tensors with the rows first,
-    `None` before the first token.
+    `None` before the first token. What a mixer rotates by the tokens' positions it takes from `step.rotary`.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__()
+
+    def rotary_embedding(self) -> HeadRotaryEmbedding | None:
+        """The rotary embedding that the model shall evaluate, once for all layers with heads of this width."""
+        return None
 
 
 class MemoryBlock(GradientCheckpointingLayer):
@@ -196,7 +216,7 @@ class MemoryModel(MemoryPreTrainedModel):
             hidden = rows.gather(inputs_embeds)
         else:
             hidden = self._embed(rows.gather(input_ids))  # type: ignore[arg-type]
-        step = Step(rows.position, rows.lengths, rows.added)
+        step = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
         seen, new_states = [], []
         for layer, state in zip(self.layers, states, strict=True):
             if every:
@@ -204,6 +224,14 @@ class MemoryModel(MemoryPreTrainedModel):
             hidden, state = layer(hidden, step, state, keep)
             new_states.append(state)
         return [*seen, rows.scatter(self.norm(hidden))], new_states
+
+    def _rotary(self, rows: Rows, hidden: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        found = (layer.mixer.rotary_embedding() for layer in self.layers)  # type: ignore[union-attr, operator]
+        modules = {module.head_dim: module for module in found if module is not None}
+        if not modules:
+            return {}
+        position = rows.position[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
+        return {width: module(hidden, position) for width, module in modules.items()}
 
     def _check_inputs(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, output_attentions: bool | None

@@ -19,14 +19,25 @@ from memzoo import MemoryCache, TitansConfig
 from memzoo.modeling.mixers.attention import CausalAttention
 
 TOKENS = 23
-WITH_ATTENTION = [n for n in zoo.PLAIN if any(isinstance(m, CausalAttention) for m in zoo.causal_lm(n).modules())]
+CANDIDATES = [n for n in zoo.NAMES if n in zoo.PLAIN or n.endswith("-mixed")]
+WITH_ATTENTION = [n for n in CANDIDATES if any(isinstance(m, CausalAttention) for m in zoo.causal_lm(n).modules())]
 
 
-def attention(window: int | None, carried: int, implementation: str = "sdpa") -> CausalAttention:
-    config = TitansConfig(hidden_size=16, num_attention_heads=2, vocab_size=8, num_hidden_layers=1)
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "qk_norm": True}
+
+
+def attention(
+    window: int | None, carried: int, implementation: str = "sdpa", options: dict[str, Any] | None = None
+) -> CausalAttention:
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": 1}
+    config = TitansConfig(**{**shape, **(options or {})})
     config._attn_implementation = implementation
     torch.manual_seed(0)
-    return CausalAttention(config, window, carried).double().eval()
+    module = CausalAttention(config, window, carried).double().eval()
+    for norm in (module.q_norm, module.k_norm):
+        if norm is not None:
+            torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    return module
 
 
 def plain(module: CausalAttention, x: Tensor, prefix: Tensor, window: int | None) -> Tensor:
@@ -34,11 +45,17 @@ def plain(module: CausalAttention, x: Tensor, prefix: Tensor, window: int | None
     count = prefix.shape[0]
     stream = torch.cat([prefix.expand(x.shape[0], -1, -1), x], dim=1)
     q, k, v = (
-        projection(stream).unflatten(-1, (module.heads, -1)).transpose(1, 2)
+        projection(stream).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
+    if module.q_norm is not None:
+        q, k = (
+            x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+            for x, norm in ((q, module.q_norm), (k, module.k_norm))
+        )
+    k, v = (torch.stack([x[:, h * x.shape[1] // q.shape[1]] for h in range(q.shape[1])], 1) for x in (k, v))
     rotary = LlamaRotaryEmbedding(module.config)
-    q, k = apply_rotary_pos_emb(q, k, *rotary(stream, torch.arange(stream.shape[1])[None]))
+    q, k = apply_rotary_pos_emb(q, k, *rotary(stream, torch.arange(-count, x.shape[1])[None]))
     scores = q @ k.mT * module.head_dim**-0.5
     for i in range(count, stream.shape[1]):
         for j in range(stream.shape[1]):
@@ -48,13 +65,16 @@ def plain(module: CausalAttention, x: Tensor, prefix: Tensor, window: int | None
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)[:, count:]
 
 
+@pytest.mark.parametrize("options", [{}, GROUPED], ids=["", "grouped"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("prefix", [0, 3])
 @pytest.mark.parametrize("window", [1, 2, 5, 23, 40, None])
-def test_blocks_equal_a_full_mask(implementation: str, prefix: int, window: int | None) -> None:
+def test_blocks_equal_a_full_mask(
+    implementation: str, prefix: int, window: int | None, options: dict[str, Any]
+) -> None:
     """In one pass, and in pieces on the carried keys."""
     carried = TOKENS if window is None else window - 1
-    module = attention(window, carried, implementation)
+    module = attention(window, carried, implementation, options)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, TOKENS, 16, generator=generator, dtype=torch.float64)
     sinks = torch.randn(prefix, 16, generator=generator, dtype=torch.float64)
@@ -65,8 +85,8 @@ def test_blocks_equal_a_full_mask(implementation: str, prefix: int, window: int 
         state, parts, position = None, [], 0
         for part in x.split(cuts, dim=1):
             added = torch.full((2,), part.shape[1])
-            place = (position + prefix + torch.arange(part.shape[1]))[None]
-            y, state = module(part, place, added, state, sinks)
+            place = (position + torch.arange(part.shape[1]))[None]
+            y, state = module(part, module.rotary(part, place), added, state, sinks)
             parts.append(y)
             position += part.shape[1]
         close(torch.cat(parts, dim=1), want, bound)
@@ -117,6 +137,7 @@ def flash_contract(
     for row in range(query.shape[0]):
         real = torch.ones(key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask[row].bool()
         k, v, q = key[row][:, real], value[row][:, real], query[row]
+        k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))  # it shares keys and values by itself
         gap = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
         seen = (gap >= 0) if sliding_window is None else (gap >= 0) & (gap < sliding_window)
         scores = (q @ k.mT * scaling).masked_fill(~seen, -torch.inf)

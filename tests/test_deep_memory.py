@@ -761,25 +761,25 @@ def test_backward_memory_grows_by_the_weights_per_chunk(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": torch.zeros(2, 13, 3, 7)}, "key: expected the query's shape"),
+        ({"key": torch.zeros(2, 13, 3, 7)}, r"key: expected \(2, 13, 3, 8\), got \(2, 13, 3, 7\)"),
         ({"value": torch.zeros(2, 13, 3, 9)}, "value: expected"),
         ({"step_size": torch.zeros(2, 13)}, "step_size: expected"),
         ({"chunk_size": 5}, "chunk size of the state: expected 5, got 4"),
         ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
         ({"activation": "sin"}, "activation: expected one of"),
-        ({"log_momentum": None}, "momentum of the state"),
-        ({"unlock": [0, 3]}, "unlock: expected 1 positions"),
-        ({"unlock": [2]}, "unlock: expected 1 positions, the first 0"),
+        ({"log_momentum": None}, "momentum in the state: expected none, got 2"),
+        ({"unlock": [0, 3]}, r"unlock: expected 1 ascending positions from 0, got \[0, 3\]"),
+        ({"unlock": [2]}, "unlock: expected 1 ascending positions from 0"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm: expected above 0"),
-        ({"window_gate": torch.zeros(2, 13, 3)}, "window_gate: expected .* and a lag, c >= 1"),
-        ({"window_gate": torch.zeros(2, 13, 3, 0)}, "window_gate: expected .* and a lag, c >= 1"),
-        ({"state": rule("window")["state"]}, "halo of the state: expected 0 for a window of 1, or 0, got 2"),
+        ({"window_gate": torch.zeros(2, 13, 3)}, r"window_gate: expected \(2, 13, 3, 'c >= 1'\), got \(2, 13, 3\)"),
+        ({"window_gate": torch.zeros(2, 13, 3, 0)}, r"window_gate: expected .*, got \(2, 13, 3, 0\)"),
+        ({"state": rule("window")["state"]}, "halo of the state: expected 0 or 0, got 2"),
         ({"objective": "l1"}, "objective: expected one of"),
         ({"muon": Muon(-1)}, "Newton-Schulz steps: expected at least 0, got -1"),
         ({"muon": Muon(5, "year")}, "Muon.every: expected one of"),
         (
             {"log_momentum": None, "state": arguments(hidden=(16,), momentum=False)["state"], "muon": Muon()},
-            "log_momentum with muon: expected a momentum",
+            "momentum of Muon: expected log_momentum",
         ),
         (
             {"state": initial_state([torch.zeros(3, 16, 8), torch.zeros(3, 8, 15)], 2, chunk_size=4)},
@@ -794,5 +794,5 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
 
 
 def test_refuses_more_blocks_than_units() -> None:
-    with pytest.raises(ValueError, match="capacity blocks: expected at most the 3 units"):
+    with pytest.raises(ValueError, match="capacity blocks: expected at most 3, the units of the narrowest layer"):
         deep_memory(**arguments(hidden=(3,), blocks=4))

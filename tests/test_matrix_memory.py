@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import zoo
 from tolerances import GRADCHECK, OP, close
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memzoo
 from memzoo.kernels import delta_rule as delta
@@ -174,18 +178,35 @@ def test_float32_follows_float64(op: str, options: dict[str, Any]) -> None:
 
 @cases
 def test_backward_keeps_inputs_and_few_states(op: str, options: dict[str, Any]) -> None:
-    """Nothing of size T x C is kept: what autograd saves is the inputs and a state per 512 tokens."""
+    """Nothing of size T x C is kept: besides the results only a state per 512 tokens is alive."""
     rule, args = case(op, 1024, **options)
     leaves = {n: x.clone().requires_grad_() for n, x in args.items() if isinstance(x, Tensor)}
-    saved: dict[int, int] = {}
+    with Storages() as storages:
+        kept = rule(**{**args, **leaves})
+    assert kept[0].grad_fn is not None
+    results = sum(x.nbytes for x in kept)
+    assert storages.alive() <= results + 2 * args["state"].nbytes
 
-    def count(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        rule(**{**args, **leaves})
-    assert sum(saved.values()) <= sum(x.nbytes for x in leaves.values()) + 2 * args["state"].nbytes
+class Storages(TorchDispatchMode):
+    """Counts the bytes that operations under it have allocated and that are still held, by whomever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:
@@ -260,8 +281,11 @@ def mixer(name: str, **options: Any) -> matrix_memory.MatrixMemory:
     ).eval()
 
 
-def step(tokens: int, rows: int = 1, position: int = 0) -> Step:
-    return Step(torch.full((rows,), position), None, torch.full((rows,), tokens))
+def step(layer: matrix_memory.MatrixMemory, tokens: int) -> Step:
+    rotary = {}
+    if (embedding := layer.rotary_embedding()) is not None:
+        rotary[embedding.head_dim] = embedding(torch.ones(1, dtype=torch.float64), torch.arange(tokens)[None])
+    return Step(torch.zeros(1, dtype=torch.int64), None, torch.full((1,), tokens), rotary)
 
 
 def test_swla_and_retnet_are_their_equations() -> None:
@@ -271,7 +295,7 @@ def test_swla_and_retnet_are_their_equations() -> None:
     seen: dict[str, Any] = {}
     layer.norm.register_forward_pre_hook(lambda _, a: seen.update(y=a[0]))
     with torch.no_grad():
-        layer(x, step(9), None)
+        layer(x, step(layer, 9), None)
         stream = torch.nn.functional.pad(layer.qkv_proj(x)[0], (0, 0, 3, 0))
         mixed = torch.stack([(layer.conv.weight.T * stream[t : t + 4]).sum(0) for t in range(9)])
         q, k, v = (p.view(9, 2, -1) for p in torch.nn.functional.silu(mixed).split(layer.widths, dim=-1))
@@ -288,7 +312,7 @@ def test_swla_and_retnet_are_their_equations() -> None:
     layer = mixer("retnet-e1")
     layer.norm.register_forward_pre_hook(lambda _, a: seen.update(y=a[0]))
     with torch.no_grad():
-        layer(x, step(9), None)
+        layer(x, step(layer, 9), None)
         q, k, v = (p.view(9, 2, -1) for p in layer.qkv_proj(x)[0].split(layer.widths, dim=-1))
         half = layer.key_dim // 2
         angle = torch.arange(9)[:, None] * 10000.0 ** (-torch.arange(half) / half)
@@ -308,7 +332,7 @@ def test_comba_and_gated_deltanet_are_their_equations(variant: str) -> None:
         seen: dict[str, Any] = {}
         layer.norm.register_forward_pre_hook(lambda _, a, seen=seen: seen.update(y=a[0]))
         with torch.no_grad():
-            layer(x, step(9), None)
+            layer(x, step(layer, 9), None)
             stream = torch.nn.functional.pad(layer.qkv_proj(x)[0], (0, 0, 3, 0))
             mixed = torch.stack([(layer.conv.weight.T * stream[t : t + 4]).sum(0) for t in range(9)])
             q, k, v = (p.view(9, 2, -1) for p in torch.nn.functional.silu(mixed).split(layer.widths, dim=-1))
@@ -346,7 +370,7 @@ def test_masked_writes_are_the_gated_recurrence(name: str, axis: str, monkeypatc
     seen: dict[str, Any] = {}
     layer.norm.register_forward_pre_hook(lambda _, a: seen.update(y=a[0]))
     with torch.no_grad():
-        layer(x, step(9), None)
+        layer(x, step(layer, 9), None)
     got = seen["y"]
 
     def literal(rule: Callable) -> Callable:
@@ -379,7 +403,7 @@ def test_masked_writes_are_the_gated_recurrence(name: str, axis: str, monkeypatc
     monkeypatch.setattr(matrix_memory, "linear_attention", literal(linear_attention))
     monkeypatch.setattr(type(layer), "opened", lambda self, step, keys, values: (list(keys), values))
     with torch.no_grad():
-        layer(x, step(9), None)
+        layer(x, step(layer, 9), None)
     close(got, seen["y"], 1e-10)
 
 
@@ -407,9 +431,35 @@ def test_hybrid_layers_are_what_layer_types_say() -> None:
         ("CombaConfig", {"variant": "other"}, "variant='other'"),
         ("SWLAConfig", {"window": 0}, "window=0"),
         ("TransformerPlusPlusConfig", {"capacity_blocks": 2}, "capacity_blocks=2"),
+        (
+            "TransformerPlusPlusConfig",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads=3: expected a divisor of num_att",
+        ),
+        ("TransformerPlusPlusConfig", {"num_attention_heads": 5}, "num_attention_heads=5: .* or a head_dim"),
+        ("TransformerPlusPlusConfig", {"head_dim": 5}, "head_dim=5: expected an even head width"),
+        ("GatedDeltaNetConfig", {"num_memory_heads": 5}, "expand_k=1.0: .* a multiple of 5 heads"),
+        ("GatedDeltaNetConfig", {"num_memory_heads": 0}, "num_memory_heads=0: expected None, or at least 1"),
     ],
 )
 def test_configs_refuse_what_cannot_be(config_class: str, options: dict[str, Any], match: str) -> None:
     shape = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "expand_k": 1.0, "expand_v": 1.0}
     with pytest.raises(ValueError, match=match):
         getattr(memzoo, config_class)(**{**shape, **options})
+
+
+def test_attention_and_memory_have_their_own_heads() -> None:
+    config = memzoo.GatedDeltaNetConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_memory_heads=3,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        rope_theta=500.0,
+        vocab_size=61,
+    )
+    memory, attention = (layer.mixer for layer in memzoo.GatedDeltaNetForCausalLM(config).model.layers)
+    assert (memory.heads, memory.key_dim) == (3, 6)
+    assert attention.o_proj.weight.shape == (24, 32)
+    assert attention.attention.rotary.inv_freq[1] == pytest.approx(500.0**-0.25)

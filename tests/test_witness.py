@@ -101,8 +101,12 @@ def attend(attention: Any, stream: Tensor, place: Tensor, sees: Tensor) -> Tenso
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
     q, k, v = (
-        p(stream).view(len(stream), attention.heads, -1) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        p(stream).unflatten(-1, (-1, attention.head_dim))
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
+    if attention.q_norm is not None:
+        q, k = rms_norm(q, attention.q_norm), rms_norm(k, attention.k_norm)
+    k, v = (x[:, [h * x.shape[1] // q.shape[1] for h in range(q.shape[1])]] for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", turn(q), turn(k)) * attention.head_dim**-0.5
     weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)

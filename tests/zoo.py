@@ -38,6 +38,8 @@ def _titans(variant: str, blocks: int) -> PreTrainedConfig:
         max_step_size=0.25,
         capacity_blocks=blocks,
         capacity_context=3 * blocks,
+        # Attention with all its options, beside a capacity schedule.
+        **({"num_key_value_heads": 1, "attention_bias": True, "qk_norm": True} if blocks > 1 else {}),
         **_SHARED,
     )
 
@@ -91,7 +93,15 @@ TINY |= {
     "swla-e4": _matrix(memzoo.SWLAConfig, 4),
     "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
     "transformer_pp-mixed": _matrix(
-        memzoo.TransformerPlusPlusConfig, layer_types=["full_attention", "sliding_attention"]
+        memzoo.TransformerPlusPlusConfig,
+        layer_types=["full_attention", "sliding_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_bias=True,
+        attention_out_bias=True,
+        qk_norm=True,
+        mlp_bias=True,
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
@@ -101,24 +111,25 @@ NAMES = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)
 PLAIN = [name for name in NAMES if name.endswith("-e1")]
 
 # Published sizes: config class, size, options, parameters (counted once, then held).
-PRESETS = [
-    (memzoo.TitansConfig, size, {"variant": variant, "capacity_blocks": 16}, count)
-    for variant, counts in {
-        "lmm": (145313664, 408473216, 865153920, 1194310576),
-        "mac": (166565184, 484018304, 1035094656, 1420872112),
-        "mag": (159487296, 458852480, 978471552, 1345374640),
-        "mal": (173625216, 509136512, 1091646336, 1496300464),
-    }.items()
-    for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
+COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
+    (memzoo.TitansConfig, {"variant": "lmm"}, (145313664, 408473216, 865153920, 1194310576)),
+    (memzoo.TitansConfig, {"variant": "mac"}, (166565184, 484018304, 1035094656, 1420872112)),
+    (memzoo.TitansConfig, {"variant": "mag"}, (159487296, 458852480, 978471552, 1345374640)),
+    (memzoo.TitansConfig, {"variant": "mal"}, (173625216, 509136512, 1091646336, 1496300464)),
+    (memzoo.OmegaNetConfig, {}, (147157824, 413390336, 872528640, 1200799360)),
+    (memzoo.AtlasConfig, {}, (147305472, 413783936, 873118848, 1201094416)),
+    (memzoo.AtlasConfig, {"memory": "gated_mlp"}, (150402048, 423614336, 892583040, 1244151568)),
+    (memzoo.DLAConfig, {}, (145166016, 408079616, 864563712, 1194015520)),
+    (memzoo.RetNetConfig, {}, (162418560, 469815296, 1004353536, 1343835136)),
+    (memzoo.DeltaNetConfig, {}, (134364480, 369838592, 778891008, 1042577920)),
+    (memzoo.GatedDeltaNetConfig, {}, (148668384, 420564992, 892728960, 1193870368)),
+    (memzoo.CombaConfig, {}, (148668768, 420565760, 892729728, 1193870656)),
+    (memzoo.SWLAConfig, {}, (141737856, 395792000, 836694912, 1118665648)),
+    (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
 ]
-PRESETS += [
-    (config_class, size, options, count)
-    for config_class, options, counts in (
-        (memzoo.OmegaNetConfig, {}, (147157824, 413390336, 872528640, 1200799360)),
-        (memzoo.AtlasConfig, {}, (147305472, 413783936, 873118848, 1201094416)),
-        (memzoo.AtlasConfig, {"memory": "gated_mlp"}, (150402048, 423614336, 892583040, 1244151568)),
-        (memzoo.DLAConfig, {}, (145166016, 408079616, 864563712, 1194015520)),
-    )
+PRESETS = [
+    (kind, size, {**options, **({} if kind is memzoo.TransformerPlusPlusConfig else {"capacity_blocks": 16})}, count)
+    for kind, options, counts in COUNTS
     for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
 ]
 

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, select
+from memzoo.kernels.registry import Backend, Op, Problem, cast, select
 
 OP = Op(
     name="deep_memory",
@@ -241,15 +241,15 @@ def deep_memory(
     # Gates and states must not be rounded by autocast: the products of a chunk's gates live in float32 or wider.
     with torch.autocast(query.device.type, enabled=False):
         output, state = compute(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            None if log_retention is None else log_retention.to(dtype),
-            None if log_momentum is None else log_momentum.to(dtype),
-            step_size.to(dtype),
+            cast(query, dtype),
+            cast(key, dtype),
+            cast(value, dtype),
+            None if log_retention is None else cast(log_retention, dtype),
+            None if log_momentum is None else cast(log_momentum, dtype),
+            cast(step_size, dtype),
             state,
             chunk_size=chunk_size,
-            window_gate=None if window_gate is None else window_gate.to(dtype),
+            window_gate=None if window_gate is None else cast(window_gate, dtype),
             activation=activation,
             residual=residual,
             objective=objective,
@@ -258,7 +258,7 @@ def deep_memory(
             max_gradient_norm=max_gradient_norm,
             lengths=lengths,
         )
-    return output.to(query.dtype), state
+    return cast(output, query.dtype), state
 
 
 def block_of_unit(units: int, blocks: int, device: torch.device | str = "cpu") -> Tensor:
@@ -364,54 +364,35 @@ def _check(
     unlock: Sequence[int],
 ) -> None:
     expect = partial(registry.expect, OP)
-    expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", tuple(query.shape))
-    expect(key.shape == query.shape, "key", f"the query's shape {tuple(query.shape)}", tuple(key.shape))
-    batch, tokens, heads, key_dim = query.shape
+    expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", query.shape)
+    expect(key.shape == query.shape, "key", query.shape, key.shape)
+    batch, _, heads, key_dim = query.shape
     depth = len(state.weights)
     expect(1 <= depth <= MAX_DEPTH, "layers of the memory", f"1 to {MAX_DEPTH}", depth)
     value_dim = state.weights[-1].shape[-2]
-    expect(
-        value.shape == (batch, tokens, heads, value_dim), "value", (batch, tokens, heads, value_dim), tuple(value.shape)
-    )
+    expect(value.shape == (*query.shape[:3], value_dim), "value", (*query.shape[:3], value_dim), value.shape)
     for name, gate in (("log_retention", log_retention), ("log_momentum", log_momentum), ("step_size", step_size)):
         if gate is not None:
-            expect(gate.shape == (batch, tokens, heads), name, (batch, tokens, heads), tuple(gate.shape))
+            expect(gate.shape == query.shape[:3], name, query.shape[:3], gate.shape)
     first = state.weights[0]
-    expect(
-        first.shape[:2] == (batch, heads) and first.shape[-1] == key_dim,
-        "state of the first layer",
-        f"[{batch}, {heads}, out, {key_dim}]",
-        tuple(first.shape),
-    )
+    fits = first.shape[:2] == (batch, heads) and first.shape[-1] == key_dim
+    expect(fits, "state of the first layer", (batch, heads, "out", key_dim), first.shape)
     expect(first.dtype in (torch.float32, torch.float64), "dtype of the state", "float32 or float64", first.dtype)
     expect(chunk_size >= 1, "chunk_size", "at least 1", chunk_size)
     found = state.write.shape[-1] - state.halo
     expect(found == chunk_size, "chunk size of the state", chunk_size, found)
     for layer, (weight, after) in enumerate(pairwise(state.weights)):
-        expect(
-            weight.shape[-2] == after.shape[-1] or is_gated(state.weights),
-            f"width of layer {layer + 2}",
-            f"{weight.shape[-2]}, which layer {layer + 1} gives (or half of it, in a gated memory of two layers)",
-            after.shape[-1],
-        )
-    expect(activation in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", repr(activation))
-    expect(
-        not residual or value_dim <= key_dim,
-        "value width with a residual memory",
-        f"at most the key width {key_dim}",
-        value_dim,
-    )
-    expect(
-        bool(state.momentum) == (log_momentum is not None),
-        "momentum of the state",
-        "momentum in the state exactly when log_momentum is given",
-        f"{len(state.momentum)} momentum tensors and log_momentum {'given' if log_momentum is not None else 'None'}",
-    )
+        fits = weight.shape[-2] == after.shape[-1] or is_gated(state.weights)
+        expect(fits, f"width of layer {layer + 2}", weight.shape[-2], after.shape[-1])
+    expect(activation in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", activation)
+    expect(not residual or value_dim <= key_dim, "value width of a residual memory", f"at most {key_dim}", value_dim)
+    count, is_given = len(state.momentum), log_momentum is not None
+    expect((count > 0) == is_given, "momentum in the state", depth if is_given else "none", count)
     blocks = state.weight_keep.shape[-1]
-    expect(len(unlock) == blocks and unlock[0] == 0, "unlock", f"{blocks} positions, the first 0", tuple(unlock))
-    expect(all(a <= b for a, b in pairwise(unlock)), "unlock", "ascending positions", tuple(unlock))
+    fits = len(unlock) == blocks and unlock[0] == 0 and all(a <= b for a, b in pairwise(unlock))
+    expect(fits, "unlock", f"{blocks} ascending positions from 0", unlock)
     units = min([key_dim] if depth == 1 else [w.shape[-1] for w in state.weights[1:]])
-    expect(blocks <= units, "capacity blocks", f"at most the {units} units of the narrowest layer", blocks)
+    expect(blocks <= units, "capacity blocks", f"at most {units}, the units of the narrowest layer", blocks)
 
 
 def _check_rule(
@@ -421,15 +402,11 @@ def _check_rule(
     window = 1
     if window_gate is not None:
         window = window_gate.shape[-1]
-        wanted = f"{tuple(step_size.shape)} and a lag, c >= 1"
-        expect(
-            window_gate.shape[:-1] == step_size.shape and window >= 1, "window_gate", wanted, tuple(window_gate.shape)
-        )
-    expect(
-        state.halo in (0, window - 1), "halo of the state", f"{window - 1} for a window of {window}, or 0", state.halo
-    )
-    expect(objective in OBJECTIVES, "objective", f"one of {OBJECTIVES}", repr(objective))
+        fits = window_gate.shape[:-1] == step_size.shape and window >= 1
+        expect(fits, "window_gate", (*step_size.shape, "c >= 1"), window_gate.shape)
+    expect(state.halo in (0, window - 1), "halo of the state", f"0 or {window - 1}", state.halo)
+    expect(objective in OBJECTIVES, "objective", f"one of {OBJECTIVES}", objective)
     if muon is not None:
         expect(muon.steps >= 0, "Newton-Schulz steps", "at least 0", muon.steps)
-        expect(muon.every in MUON_EVERY, "Muon.every", f"one of {MUON_EVERY}", repr(muon.every))
-        expect(bool(state.momentum), "log_momentum with muon", "a momentum", None)
+        expect(muon.every in MUON_EVERY, "Muon.every", f"one of {MUON_EVERY}", muon.every)
+        expect(bool(state.momentum), "momentum of Muon", "log_momentum", None)

@@ -24,7 +24,7 @@ class Activation(NamedTuple):
 
 
 def _gelu(h: Tensor, order: int) -> list[Tensor]:
-    below = torch.erf(h * math.sqrt(0.5)).add_(1).mul_(0.5)
+    below = torch.special.ndtr(h)
     found = [h * below]
     if order > 0:
         density = torch.exp(h.square().mul_(-0.5)) * (1 / math.sqrt(2 * math.pi))
@@ -69,12 +69,24 @@ def _tanh(h: Tensor, order: int) -> list[Tensor]:
     return [t, slope, -2 * t * slope][: order + 1]
 
 
+FEW = 1 << 12
+"""Below so many elements setting up oneDNN's kernels, which torch takes for this function, costs more than they do."""
+
+
+def _gelu_value(h: Tensor) -> Tensor:
+    return F.gelu(h) if h.numel() > FEW else _gelu(h, 0)[0]
+
+
+def _gelu_pullback(r: Tensor, h: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(r, h) if h.numel() > FEW else r * _gelu(h, 1)[1]
+
+
 def _pullback(derivatives: Callable[[Tensor, int], list[Tensor]]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda r, h: r * derivatives(h, 1)[1]
 
 
 ACTIVATION: dict[str, Activation] = {
-    "gelu": Activation(F.gelu, torch.ops.aten.gelu_backward, _gelu),  # torch has the pullback as one kernel
+    "gelu": Activation(_gelu_value, _gelu_pullback, _gelu),
     "gelu_tanh": Activation(lambda h: F.gelu(h, approximate="tanh"), _pullback(_gelu_tanh), _gelu_tanh),
     "silu": Activation(F.silu, _pullback(_silu), _silu),
     "relu": Activation(F.relu, _pullback(_relu), _relu),

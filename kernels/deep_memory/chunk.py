@@ -313,16 +313,17 @@ def inner_gradients(
         deltas.insert(0, _masked(network, units.pullback(back[0], hidden[layer - 1]), is_open, layer))
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
-        squares = [_squares(x) * _squares(d) for x, d in zip(inputs, deltas, strict=True)]
-        excess = torch.stack(squares).sum(0) / network.max_gradient_norm**2
+        norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
+        norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))
+        excess = norm / network.max_gradient_norm
         if bool((excess > 1).any()):
-            clip = excess.clamp(min=1).rsqrt()
+            clip = excess.clamp(min=1).reciprocal()
             deltas = [d * clip for d in deltas]
     return Inner(inputs, deltas, unclipped, clip, hidden, back)
 
 
-def _squares(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def _clip_backward(network: Network, inner: Inner, d_inputs: list[Tensor], d_deltas: list[Tensor]) -> None:
@@ -333,8 +334,8 @@ def _clip_backward(network: Network, inner: Inner, d_inputs: list[Tensor], d_del
     d_clip = sum((d * delta).sum(-1, keepdim=True) for d, delta in zip(d_deltas, inner.unclipped, strict=True))
     common = torch.where(clip < 1, -d_clip * clip**3 / network.max_gradient_norm**2, 0)
     for layer, (x, delta) in enumerate(zip(inner.inputs, inner.unclipped, strict=True)):
-        d_inputs[layer] = torch.addcmul(d_inputs[layer], x, common * _squares(delta))
-        d_deltas[layer] = torch.addcmul(d_deltas[layer] * clip, delta, common * _squares(x))
+        d_inputs[layer] = torch.addcmul(d_inputs[layer], x, common * _norm(delta).square())
+        d_deltas[layer] = torch.addcmul(d_deltas[layer] * clip, delta, common * _norm(x).square())
 
 
 def inner_backward(
@@ -475,8 +476,8 @@ def advance(
         if network.momentum:
             slot = network.per_weight(momentum_keep, layer) * slots[layer]
             new_slots.append(_write(slot, inputs[layer], deltas[layer], momentum_write))
-        if orthogonal is not None:
-            assert network.newton_schulz_steps is not None
+        if network.newton_schulz_steps is not None:
+            assert orthogonal is not None
             update = newton_schulz(network.matrices(new_slots[layer], layer), network.newton_schulz_steps)
             new_weights.append(weight.addcmul_(network.per_weight(orthogonal, layer), network.layer_of(update)))
             continue

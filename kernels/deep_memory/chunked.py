@@ -428,103 +428,92 @@ def _step(
     """One token, without autograd: one more row of factors, and new weights only when it completes a chunk.
 
     The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
+    A step is bound by the number of torch calls, so it makes few.
     """
-    batch, heads, size = state.write.shape
-    halo = state.halo
-    size -= halo
-    row = state.position % size
-    q, k, v = (x.movedim(1, 2).flatten(0, 1) for x in (query, key, value))  # [M, 1, D]
-    step = step_size.flatten()  # [M]
+    batch, heads, _ = state.write.shape
+    halo, has_muon = state.halo, network.newton_schulz_steps is not None
+    size = state.write.shape[2] - halo
+    q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))  # [M, 1, D]
+    step, retention, momentum = (
+        None if gate is None else gate.reshape(batch, heads, 1)
+        for gate in (step_size, _exp(log_retention), _exp(log_momentum))
+    )
+    assert step is not None
     weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
-    is_open = None
+    is_open = opened = None
     if network.blocks > 1:
         is_open = state.position[:, None] >= torch.tensor(unlock, device=q.device)  # [B, E]
-    opened = None if is_open is None else is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
+        opened = is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
 
     inner = inner_gradients(network, weights, k, v, opened)
-    at = row.repeat_interleave(heads)[:, None, None] + halo
-    rows = [
-        _writable(old).flatten(0, 1).scatter_(1, at.expand(-1, 1, new.shape[2]), new)
-        for old, new in zip((*state.inputs, *state.deltas), (*inner.inputs, *inner.deltas), strict=True)
-    ]
+    row = state.position % size
+    at = (row if halo == 0 else row + halo)[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
+    index = at.reshape(-1, 1, 1)
+    factors, rows = [_writable(x) for x in (*state.inputs, *state.deltas)], []
+    for x, new in zip(factors, (*inner.inputs, *inner.deltas), strict=True):
+        rows.append(x.flatten(0, 1).scatter_(1, index.expand(-1, 1, new.shape[2]), new))
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = row == 0
         if bool(starts.any()):  # the tokens before the chunk, at its anchor
-            before = inner_gradients(network, weights, recent[0].flatten(0, 1), recent[1].flatten(0, 1), opened)
+            pairs = inner_gradients(network, weights, recent[0].flatten(0, 1), recent[1].flatten(0, 1), opened)
             begins = starts.repeat_interleave(heads)[:, None, None]
-            for old, new in zip(rows, (*before.inputs, *before.deltas), strict=True):
-                old[:, :halo] = torch.where(begins, new, old[:, :halo])
+            for x, new in zip(rows, (*pairs.inputs, *pairs.deltas), strict=True):
+                x[:, :halo] = torch.where(begins, new, x[:, :halo])
         recent = [
-            torch.cat([old[:, :, 1:], new.movedim(1, 2)], dim=2) for old, new in zip(recent, (key, value), strict=True)
+            torch.cat([x[:, :, 1:], new.movedim(1, 2)], dim=2) for x, new in zip(recent, (key, value), strict=True)
         ]
     inputs, deltas = rows[: network.depth], rows[network.depth :]
 
-    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[M, C]` and `[M, E]`.
-    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in state[4:10])
-    retention = 1.0 if log_retention is None else log_retention.exp().flatten()[:, None]
-    has_muon = network.newton_schulz_steps is not None
-    inner_step, outer_step = (torch.ones_like(step), step[:, None]) if has_muon else (step, 1.0)
-    closed = (keep, momentum_read, momentum_keep, orthogonal)
-    if log_momentum is None:
-        momentum_write = torch.zeros_like(momentum_write)
+    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[B, H, R]` and `[B, H, E]`. Under
+    # Muon l multiplies S_t instead.
+    before = state.weight_keep, state.momentum_read, state.momentum_keep, state.orthogonal_step
+    keep, momentum_read, momentum_keep, orthogonal = before
+    momentum_write = torch.zeros_like(state.write) if momentum is None else momentum * state.momentum_write
+    momentum_write = _add_window(momentum_write, at, torch.ones_like(step) if has_muon else step, window_gate)
+    written = step * momentum_write if has_muon else momentum_write
+    if momentum is None:
+        momentum_write = state.momentum_write
     else:
-        momentum = log_momentum.exp().flatten()[:, None]
-        momentum_write = momentum * momentum_write
         momentum_keep = momentum * momentum_keep
-        momentum_read = retention * momentum_read + outer_step * momentum_keep
-    momentum_write = _add_window(momentum_write, at[:, 0], inner_step, window_gate, halo)
-    write = retention * write + outer_step * momentum_write
-    if log_momentum is None:
-        momentum_write = torch.zeros_like(momentum_write)
-    keep = retention * keep
+        added = step * momentum_keep if has_muon else momentum_keep
+        momentum_read = added + (momentum_read if retention is None else retention * momentum_read)
     if has_muon:
-        orthogonal = retention * orthogonal + outer_step
-    reads = (keep, momentum_read)
-    if opened is not None:
-        mask = opened[:, 0]
-        reads = (keep * mask, momentum_read * mask)
+        orthogonal = step + (orthogonal if retention is None else retention * orthogonal)
+    if retention is None:
+        write = state.write + written
+    else:
+        write, keep = torch.addcmul(written, retention, state.write), retention * keep
+    reads = keep, momentum_read
+    if is_open is not None:
+        mask = is_open[:, None]
+        reads = keep * mask, momentum_read * mask
         keep, momentum_read, momentum_keep, orthogonal = (
-            torch.where(mask > 0, new, old)
-            for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), closed, strict=True)
+            torch.where(mask, new, old)
+            for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), before, strict=True)
         )
 
-    output, _ = read(network, q, weights, slots, inputs, deltas, reads[0][:, None], reads[1][:, None], write[:, None])
-    coefficients = [write, momentum_write, keep, momentum_read, momentum_keep, orthogonal]
-    memory = [*weights, *slots]
+    output, _ = read(network, q, weights, slots, inputs, deltas, *(x.flatten(0, 1)[:, None] for x in (*reads, write)))
+    coefficients: tuple[Tensor, ...] = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
+    memory = (*state.weights, *state.momentum)
     is_done = row == size - 1
     if bool(is_done.any()):
-        new_weights, new_slots = advance(
-            network,
-            weights,
-            slots,
-            inputs,
-            deltas,
-            keep,
-            momentum_read,
-            momentum_keep,
-            write,
-            momentum_write,
-            orthogonal if has_muon else None,
+        c = (x.flatten(0, 1) for x in (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal))
+        advanced = advance(network, weights, slots, inputs, deltas, *c)
+        done = is_done[:, None, None]
+        memory = tuple(
+            torch.where(done[..., None], new.view_as(old), old)
+            for new, old in zip((*advanced[0], *advanced[1]), memory, strict=True)
         )
-        done = is_done.repeat_interleave(heads)[:, None]
-        memory = [
-            torch.where(done[..., None], new, old) for new, old in zip((*new_weights, *new_slots), memory, strict=True)
-        ]
-        coefficients = [
-            torch.where(done, fresh, x)
-            for fresh, x in zip((0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0), coefficients, strict=True)
-        ]
-
-    def per_row(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(x.unflatten(0, (batch, heads)) for x in tensors)
-
-    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = per_row(coefficients)
-    new_state = DeepMemoryState(
-        weights=per_row(memory[: network.depth]),
-        momentum=per_row(memory[network.depth :]),
-        inputs=per_row(inputs),
-        deltas=per_row(deltas),
+        fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
+        coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
+    depth = network.depth
+    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = coefficients
+    state = DeepMemoryState(
+        weights=memory[:depth],
+        momentum=memory[depth:],
+        inputs=tuple(factors[:depth]),
+        deltas=tuple(factors[depth:]),
         write=write,
         momentum_write=momentum_write,
         weight_keep=keep,
@@ -536,16 +525,21 @@ def _step(
         recent_values=recent[1],
         position=state.position + 1,
     )
-    return output.unflatten(0, (batch, heads)).movedim(1, 2), new_state
+    return output.reshape(batch, 1, heads, -1), state
 
 
-def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None, halo: int) -> Tensor:
-    """`write` `[M, R]` with `step` `[M]` times the token's gates added to its row `at` `[M, 1]` and those before it."""
+def _exp(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.exp()
+
+
+def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
+    """`write` `[B, H, R]` with `step` `[B, H, 1]` times a token's gates added to its row `at` `[B, H, 1]` and those
+    before it."""
     if window_gate is None:
-        return write.scatter_(1, at, step[:, None])
-    gates = step[:, None] * window_gate.flatten(0, 2)  # of one token, [M, c]
-    rows = at - torch.arange(gates.shape[1], device=at.device)
-    return write.scatter_add_(1, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
+        return write.scatter_(2, at, step)
+    gates = step * window_gate[:, 0]  # [B, H, c]
+    rows = at - torch.arange(gates.shape[2], device=at.device)
+    return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
 
 
 def _writable(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, select
+from memzoo.kernels.registry import Backend, Op, Problem, cast, select
 
 OP = Op(
     name="delta_rule",
@@ -83,16 +83,16 @@ def delta_rule(
             log_retention = torch.where(real, log_retention, 0)
     with torch.autocast(query.device.type, enabled=False):
         y, state = compute(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            strength.to(dtype),
-            None if log_retention is None else log_retention.to(dtype),
+            cast(query, dtype),
+            cast(key, dtype),
+            cast(value, dtype),
+            cast(strength, dtype),
+            None if log_retention is None else cast(log_retention, dtype),
             state,
-            None if erase_key is None else erase_key.to(dtype),
+            None if erase_key is None else cast(erase_key, dtype),
             erase_after_decay,
         )
-    return y.to(query.dtype), state
+    return cast(y, query.dtype), state
 
 
 def _check(
@@ -105,18 +105,18 @@ def _check(
     erase_key: Tensor | None,
 ) -> None:
     expect = partial(registry.expect, OP)
-    expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", tuple(query.shape))
-    batch, tokens, heads, width = query.shape
+    expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", query.shape)
+    batch, _, heads, width = query.shape
     for name, x in (("key", key), ("erase_key", erase_key)):
         if x is not None:
-            expect(x.shape == query.shape, name, f"the query's shape {tuple(query.shape)}", tuple(x.shape))
-    expect(value.ndim == 4 and value.shape[:3] == query.shape[:3], "value", (*query.shape[:3], "V"), tuple(value.shape))
+            expect(x.shape == query.shape, name, query.shape, x.shape)
+    expect(value.ndim == 4 and value.shape[:3] == query.shape[:3], "value", "[B, T, H, V] like the query", value.shape)
     for name, gate in (("strength", strength), ("log_retention", log_retention)):
         if gate is not None:
-            expect(gate.shape == (batch, tokens, heads), name, (batch, tokens, heads), tuple(gate.shape))
+            expect(gate.shape == query.shape[:3], name, query.shape[:3], gate.shape)
     expect(state.dtype in (torch.float32, torch.float64), "dtype of the state", "float32 or float64", state.dtype)
     expected = (batch, heads, width, value.shape[-1])
-    expect(state.shape == expected, "state", expected, tuple(state.shape))
+    expect(state.shape == expected, "state", expected, state.shape)
 
 
 def make_inputs(

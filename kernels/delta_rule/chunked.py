@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunks, decays, unchunked
-from memzoo.kernels.scan import scan
+from memzoo.kernels.scan import scan, split
 
 
 def delta_rule(
@@ -33,14 +33,31 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """See `memzoo.kernels.delta_rule.delta_rule`."""
     if query.shape[1] == 1:
-        decayed = state if log_retention is None else log_retention[:, 0].exp()[..., None, None] * state
-        erase = key if erase_key is None else erase_key
-        held = erase.transpose(1, 2) @ (decayed if erase_after_decay else state)
-        delta = strength[:, 0, :, None, None] * (value.transpose(1, 2) - held)
-        state = decayed + key[:, 0, ..., None] * delta
-        return (query.transpose(1, 2) @ state).transpose(1, 2), state
+        return _step(query, key, value, strength, log_retention, state, erase_key, erase_after_decay)
     inputs = (query, key, value, strength, log_retention, erase_key)
-    return scan(partial(_segment, erase_after_decay=erase_after_decay), SEGMENT, state, inputs)
+    return scan(partial(_segment, erase_after_decay=erase_after_decay), state, split(inputs, SEGMENT))
+
+
+def _step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    strength: Tensor,
+    log_retention: Tensor | None,
+    state: Tensor,
+    erase_key: Tensor | None,
+    erase_after_decay: bool,
+) -> tuple[Tensor, Tensor]:
+    """One token, with rows and heads as one dimension and few torch calls, which bound it."""
+    rows = query.shape[0] * query.shape[2]
+    q, k, v = (x.reshape(rows, 1, -1) for x in (query, key, value))
+    p = k if erase_key is None else erase_key.reshape(rows, 1, -1)
+    memory = decayed = state.reshape(rows, *state.shape[2:])
+    if log_retention is not None:
+        decayed = log_retention.exp().reshape(rows, 1, 1) * memory
+    delta = strength.reshape(rows, 1, 1) * (v - torch.bmm(p, decayed if erase_after_decay else memory))
+    memory = torch.baddbmm(decayed, k.mT, delta)
+    return torch.bmm(q, memory).reshape(value.shape), memory.view_as(state)
 
 
 def _segment(

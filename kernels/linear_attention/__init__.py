@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, select
+from memzoo.kernels.registry import Backend, Op, Problem, cast, select
 
 OP = Op(
     name="linear_attention",
@@ -71,32 +71,23 @@ def linear_attention(
         if log_retention is not None:
             log_retention = torch.where(real[:, :, None], log_retention, 0)
     with torch.autocast(query.device.type, enabled=False):
-        gate = None if log_retention is None else log_retention.to(dtype)
-        y, state = compute(query.to(dtype), key.to(dtype), value.to(dtype), gate, state)
-    return y.to(query.dtype), state
+        gate = None if log_retention is None else cast(log_retention, dtype)
+        y, state = compute(cast(query, dtype), cast(key, dtype), cast(value, dtype), gate, state)
+    return cast(y, query.dtype), state
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor) -> None:
     expect = partial(registry.expect, OP)
-    expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", tuple(query.shape))
+    expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", query.shape)
     batch, tokens, heads, width = query.shape
-    expect(
-        key.ndim == 5 and key.shape[2] > 0 and key.shape == (batch, tokens, key.shape[2], heads, width),
-        "key",
-        f"[{batch}, {tokens}, J, {heads}, {width}]",
-        tuple(key.shape),
-    )
-    expect(value.ndim == 5 and value.shape[:4] == key.shape[:4], "value", (*key.shape[:4], "V"), tuple(value.shape))
+    fits = key.ndim == 5 and key.shape[2] > 0 and key.shape == (batch, tokens, key.shape[2], heads, width)
+    expect(fits, "key", "[B, T, J, H, K] like the query", key.shape)
+    expect(value.ndim == 5 and value.shape[:4] == key.shape[:4], "value", "[B, T, J, H, V] like the key", value.shape)
     if log_retention is not None:
-        expect(
-            log_retention.shape == (batch, tokens, heads),
-            "log_retention",
-            (batch, tokens, heads),
-            tuple(log_retention.shape),
-        )
+        expect(log_retention.shape == query.shape[:3], "log_retention", query.shape[:3], log_retention.shape)
     expect(state.dtype in (torch.float32, torch.float64), "dtype of the state", "float32 or float64", state.dtype)
     expected = (batch, heads, width, value.shape[-1])
-    expect(state.shape == expected, "state", expected, tuple(state.shape))
+    expect(state.shape == expected, "state", expected, state.shape)
 
 
 def make_inputs(

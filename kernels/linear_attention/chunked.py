@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
-from memzoo.kernels.scan import scan
+from memzoo.kernels.scan import scan, split
 
 CHUNK = 64
 SEGMENT = 8 * CHUNK
@@ -22,11 +22,15 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `memzoo.kernels.linear_attention.linear_attention`."""
     if query.shape[1] == 1:
+        rows, streams = query.shape[0] * query.shape[2], key.shape[2]
+        k, v = (x[:, 0].transpose(1, 2).reshape(rows, streams, -1) for x in (key, value))
+        memory = state.reshape(rows, *state.shape[2:])
         if log_retention is not None:
-            state = log_retention[:, 0].exp()[..., None, None] * state
-        state = state + key[:, 0].permute(0, 2, 3, 1) @ value[:, 0].transpose(1, 2)
-        return (query[:, 0, :, None] @ state).transpose(1, 2), state
-    return scan(_segment, SEGMENT, state, (query, key, value, log_retention))
+            memory = log_retention.exp().reshape(rows, 1, 1) * memory
+        memory = torch.baddbmm(memory, k.mT, v)
+        y = torch.bmm(query.reshape(rows, 1, -1), memory)
+        return y.reshape(*query.shape[:3], -1), memory.view_as(state)
+    return scan(_segment, state, split((query, key, value, log_retention), SEGMENT))
 
 
 def chunks(x: Tensor, size: int) -> Tensor:

@@ -18,17 +18,17 @@ def short_conv(
     x: Tensor, weight: Tensor, tail: Tensor, lengths: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
     """See `memzoo.kernels.short_conv.short_conv`."""
-    y = blocked(partial(_convolved, activation=activation), x, weight, before=tail)
+    if x.shape[1] == 1 and lengths is None:
+        window = torch.cat([tail, x], dim=1)
+        return ACTIVATION[activation]((window * weight.mT).sum(1, keepdim=True)), window[:, 1:].clone()
+    y = blocked(partial(_convolved, activation=activation), x, params=[weight], before=tail)
     return y, new_tail(x, tail, lengths)
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
     width = weight.shape[1]
     tokens = padded.shape[1] - width + 1
-    if tokens == 1:
-        y = (padded * weight.mT).sum(1, keepdim=True)
-    else:
-        y = padded[:, width - 1 :] * weight[:, width - 1]
-        for j in range(width - 1):
-            y = torch.addcmul(y, padded[:, j : j + tokens], weight[:, j])
+    y = padded[:, width - 1 :] * weight[:, width - 1]
+    for j in range(width - 1):
+        y = torch.addcmul(y, padded[:, j : j + tokens], weight[:, j])
     return ACTIVATION[activation](y)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -18,19 +18,32 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import is_flash_attention_requested
 
 
+class HeadRotaryEmbedding(LlamaRotaryEmbedding):
+    """Cosines and sines `[B, L, D]` of positions `[B, L]` for heads of width D, by the config's `rope_parameters`.
+
+    Depends on the positions' differences only: tokens of a sequence stand at 0, 1, ..., what precedes all of them at
+    negative positions.
+    """
+
+    def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
+        rope, longest = config.rope_parameters, config.max_position_embeddings
+        super().__init__(LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=longest))
+        self.head_dim = head_dim
+
+
 class KeyValueState(NamedTuple):
     """The last keys and values of each row, right-aligned: row b's valid ones are its last `valid[b]`."""
 
     keys: Tensor
-    """`[B, H, R, D]`, after the rotary embedding."""
+    """`[B, G, R, D]`, after the rotary embedding; G heads of keys and values."""
     values: Tensor
-    """`[B, H, R, D]`."""
+    """`[B, G, R, D]`."""
     valid: Tensor
     """`[B]`, int64."""
     prefix_keys: Tensor
-    """Of the tokens that every token sees, `[B, H, P, D]`."""
+    """Of the tokens that every token sees, `[B, G, P, D]`."""
     prefix_values: Tensor
-    """`[B, H, P, D]`."""
+    """`[B, G, P, D]`."""
 
 
 class CausalAttention(nn.Module):
@@ -38,6 +51,8 @@ class CausalAttention(nn.Module):
 
         y_t = sum_j softmax_j(q_t . k_j / sqrt(D)) v_j   over prefix keys j, and own keys j <= t (the last `window` of
         them)
+
+    Each head of keys and values serves H / G heads of queries (arXiv 2305.13245, section 2.2).
 
     Source: Titans (arXiv 2501.00663), Eq 23, 27, 30. Deviations: none.
 
@@ -48,7 +63,6 @@ class CausalAttention(nn.Module):
     """
 
     is_causal = True
-    num_key_value_groups = 1
 
     def __init__(self, config: PreTrainedConfig, window: int | None, carried: int | None) -> None:
         super().__init__()
@@ -57,15 +71,20 @@ class CausalAttention(nn.Module):
         self.carried = carried
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.scaling = self.head_dim**-0.5
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # reads rope_parameters only
+        self.num_key_value_groups = self.heads // config.num_key_value_heads
+        width, shared = self.heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
+        )
+        self.rotary = HeadRotaryEmbedding(config, self.head_dim)
 
     def forward(
         self,
         x: Tensor,
-        position: Tensor,
+        rotary: tuple[Tensor, Tensor],
         added: Tensor | None,
         state: KeyValueState | None,
         prefix: Tensor | None = None,
@@ -74,18 +93,27 @@ class CausalAttention(nn.Module):
 
         Args:
             x: new tokens `[B, L, D_model]`, right-padded.
-            position: rotary position of each, `[B, L]`; the prefix stands at 0, 1, ...
+            rotary: cosines and sines of their positions, each `[B, L, D]`, as `self.rotary` gives them.
             added: real tokens per row, `[B]`; `None` when all are.
             state: carried keys, or `None` at the start.
-            prefix: tokens that every token sees, `[P, D_model]`; looked at where there is no state, which keeps them.
+            prefix: tokens that every token sees, `[P, D_model]`, at positions `-P` to -1; looked at where there is no
+                state, which keeps them.
 
         Returns:
-            `[B, L, D_model]` and the new state.
+            `[B, L, H D]` and the new state.
         """
-        q, k, v = self._project(x, position, queries=True)
+        q = self._heads(x, self.q_proj, self.q_norm)
+        q, k = apply_rotary_pos_emb(q, self._heads(x, self.k_proj, self.k_norm), *rotary)
+        v = self._heads(x, self.v_proj)
         if state is None:
             state = self._begin(k, prefix)
-        return self._attend(q, k, v, state), self._carry(k, v, added, state)
+        keys = torch.cat([state.prefix_keys, state.keys, k], dim=2)
+        values = torch.cat([state.prefix_values, state.values, v], dim=2)
+        return self._attend(q, keys, values, state), self._carry(keys, values, x.shape[1], added, state)
+
+    def _heads(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
+        parts = projection(x).unflatten(-1, (-1, self.head_dim))
+        return (parts if norm is None else norm(parts)).transpose(1, 2)
 
     def _begin(self, k: Tensor, prefix: Tensor | None) -> KeyValueState:
         """No carried keys yet, for rows with new keys `k`."""
@@ -93,53 +121,41 @@ class CausalAttention(nn.Module):
         valid = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
         if prefix is None or prefix.shape[0] == 0:
             return KeyValueState(none, none, valid, none, none)
-        places = torch.arange(prefix.shape[0], device=k.device)[None]
-        _, prefix_k, prefix_v = self._project(prefix[None], places, queries=False)
+        places = torch.arange(-prefix.shape[0], 0, device=k.device)[None]
+        prefix_k = self._heads(prefix[None], self.k_proj, self.k_norm)
+        prefix_k, _ = apply_rotary_pos_emb(prefix_k, prefix_k, *self.rotary(prefix, places))
+        prefix_v = self._heads(prefix[None], self.v_proj)
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(none, none, valid, prefix_k, prefix_v)
 
-    def _project(self, x: Tensor, position: Tensor, queries: bool) -> tuple[Tensor, Tensor, Tensor]:
-        def heads(projection: nn.Linear) -> Tensor:
-            return projection(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
-
-        cos, sin = self.rotary(x, position)
-        k, v = heads(self.k_proj), heads(self.v_proj)
-        q = heads(self.q_proj) if queries else k
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        return q, k, v
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState) -> Tensor:
-        """Blocks of queries as separate batch rows, each with the keys that its window reaches.
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, state: KeyValueState) -> Tensor:
+        """Blocks of queries as separate batch rows, each with the prefix and the keys that its window reaches.
 
         A block sees the keys of the one before it and its own, so that a long row costs 2 L W, not L^2.
         """
-        batch, _, tokens, _ = q.shape
-        held, prefix = state.keys.shape[2], (state.prefix_keys, state.prefix_values)
-        if held:
-            k, v = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
+        (batch, _, tokens, _), held, count = q.shape, state.keys.shape[2], state.prefix_keys.shape[2]
         if self.window is None or tokens <= self.window:
-            return self._interface(q, k, v, prefix, held - state.valid, held).flatten(2)
+            return self._interface(q, keys, values, count, held - state.valid, held).flatten(2)
         size = self.window
         blocks = -(-tokens // size)
         end = blocks * size - tokens
-        k, v = (self._with_block_before(x, size - held, end) for x in (k, v))
+        keys, values = (self._in_blocks(x, count, size - held, end) for x in (keys, values))
         q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
-        prefix = (prefix[0].repeat_interleave(blocks, dim=0), prefix[1].repeat_interleave(blocks, dim=0))
         # Keys of a block that do not exist: more than `valid` before the row's first new token.
         first = (size - state.valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
-        y = self._interface(q, k, v, prefix, first.flatten(), size)
+        y = self._interface(q, keys, values, count, first.flatten(), size)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
-    def _with_block_before(self, x: Tensor, start: int, end: int) -> Tensor:
-        """Keys `[B, H, L, D]`, padded at both ends, as blocks of the window's size, each behind the one before it."""
-        blocks = nn.functional.pad(x, (0, 0, start, end)).unflatten(2, (-1, self.window))
-        return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
+    def _in_blocks(self, x: Tensor, prefix: int, start: int, end: int) -> Tensor:
+        """Keys `[B, G, P + L, D]`, padded at both ends, in blocks of the window's size, each behind the prefix and the
+        block before it."""
+        blocks = nn.functional.pad(x[:, :, prefix:], (0, 0, start, end)).unflatten(2, (-1, self.window))
+        fixed = x[:, :, None, :prefix].expand(-1, -1, blocks.shape[2] - 1, -1, -1)
+        return torch.cat([fixed, blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
 
-    def _interface(
-        self, q: Tensor, k: Tensor, v: Tensor, prefix: tuple[Tensor, Tensor], first: Tensor, held: int
-    ) -> Tensor:
-        """`[N, H, Q, D]` queries on a prefix and `[N, H, R + Q, D]` keys; those before `first` `[N]` do not exist."""
-        count = prefix[0].shape[2]
+    def _interface(self, q: Tensor, k: Tensor, v: Tensor, count: int, first: Tensor, held: int) -> Tensor:
+        """`[N, H, Q, D]` queries on keys `[N, G, P + R + Q, D]`, the first P = `count` of which all see; of the others,
+        those before `first` `[N]` do not exist."""
         implementation = self.config._attn_implementation
         flash = is_flash_attention_requested(self.config)
         if flash and count > 0 and self.window is not None:
@@ -147,8 +163,6 @@ class CausalAttention(nn.Module):
                 f"attn_implementation={implementation!r} cannot show {count} persistent tokens beyond a sliding "
                 "window; expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
             )
-        if count > 0:
-            k, v = torch.cat([prefix[0], k], dim=2), torch.cat([prefix[1], v], dim=2)
         queries, keys = q.shape[2], k.shape[2]
         missing = bool((first > 0).any())
         mask = valid = None
@@ -197,16 +211,17 @@ class CausalAttention(nn.Module):
 
         return sees
 
-    def _carry(self, k: Tensor, v: Tensor, added: Tensor | None, state: KeyValueState) -> KeyValueState:
-        """The last `carried` keys and values up to each row's last real token."""
-        heads, tokens, width = k.shape[1:]
-        carried = state.keys.shape[2] + tokens if self.carried is None else self.carried
-        keys, values = torch.cat([state.keys, k], dim=2), torch.cat([state.values, v], dim=2)
-        # Padding or, if negative, cropping in front: a state that has just begun carries none.
+    def _carry(
+        self, keys: Tensor, values: Tensor, tokens: int, added: Tensor | None, state: KeyValueState
+    ) -> KeyValueState:
+        """The last `carried` keys and values up to each row's last real token; `keys` end with the new ones."""
+        own = state.keys.shape[2] + tokens
+        carried = own if self.carried is None else self.carried
+        # A state that has just begun carries none: padding stands in front.
         wanted = carried if added is None else carried + tokens
-        keys, values = (nn.functional.pad(x, (0, 0, wanted - x.shape[2], 0)) for x in (keys, values))
+        keys, values = (nn.functional.pad(x[:, :, -own:], (0, 0, wanted - own, 0)) for x in (keys, values))
         if added is not None:
-            index = (added[:, None] + torch.arange(carried, device=k.device))[:, None, :, None]
-            keys, values = (x.gather(2, index.expand(-1, heads, -1, width)) for x in (keys, values))
+            index = (added[:, None] + torch.arange(carried, device=keys.device))[:, None, :, None]
+            keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
         valid = (state.valid + (tokens if added is None else added)).clamp(max=carried)
         return state._replace(keys=keys, values=values, valid=valid)

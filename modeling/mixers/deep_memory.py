@@ -14,9 +14,10 @@ from transformers import initialization as init
 
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
+from memzoo.kernels.registry import cast
 from memzoo.kernels.short_conv import short_conv
 from memzoo.modeling.capacity import CapacitySchedule
-from memzoo.modeling.mixers.features import feature_map, unit_length
+from memzoo.modeling.mixers.features import feature_map, unit_length, widened
 
 
 class MemoryState(NamedTuple):
@@ -40,7 +41,7 @@ class ShortConv(nn.Module):
         init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        return short_conv(x, self.weight.to(x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
+        return short_conv(x, cast(self.weight, x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
 
 
 class InnerGates(nn.Linear):
@@ -63,8 +64,7 @@ class InnerGates(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
         worth having."""
-        logits = super().forward(x)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).unflatten(-1, (-1, self.heads)).unbind(-2)
+        return widened(super().forward(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
 
 
 class InitialWeights(nn.Module):
@@ -205,12 +205,13 @@ class DeepMemory(nn.Module):
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
     ) -> tuple[Tensor, MemoryState]:
         projected = self.qkv_proj(x)
-        streams, tail = self.conv(projected, state.conv_tail.to(projected.dtype), lengths)
-        q, k, v = streams.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        streams, tail = self.conv(projected, cast(state.conv_tail, projected.dtype), lengths)
+        streams = streams.unflatten(-1, (3, self.heads, -1))
+        (q, k), v = self.features(unit_length(streams[:, :, :2])).unbind(2), streams[:, :, 2]
         step_size, *gates = self.gates(x)
         output, memory = deep_memory(
-            self.features(unit_length(q)),
-            self.features(unit_length(k)),
+            q,
+            k,
             v,
             F.logsigmoid(-gates[1 if self.use_momentum else 0]) if self.use_retention else None,
             F.logsigmoid(gates[0]) if self.use_momentum else None,
@@ -227,7 +228,7 @@ class DeepMemory(nn.Module):
             lengths=lengths,
             backend=self.backend,
         )
-        return output.flatten(2).to(streams.dtype), MemoryState(tail, memory)
+        return cast(output.flatten(2), streams.dtype), MemoryState(tail, memory)
 
     def _window_gate(self, logits: Sequence[Tensor]) -> Tensor:
         """`[B, L, H, c]`, over c, so that a step is a mean over the window and no longer than that of one token."""

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from memzoo.kernels.blocked import blocked
+from memzoo.kernels.registry import cast
 
 
-def unit_length(x: Tensor) -> Tensor:
-    """`x / |x|` over the last dimension, in float32 or wider (float16 has no 1e-6)."""
-    return blocked(_unit_length, x)
+def unit_length(x: Tensor, eps: float = 0.0) -> Tensor:
+    """`x / max(|x|, 1e-6)`, or `x / sqrt(|x|^2 + eps)`, over the last dimension, in float32 or wider (float16 has no
+    1e-6)."""
+    return blocked(partial(_unit_length, eps=eps), x)
 
 
-def _unit_length(x: Tensor) -> Tensor:
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6)
+def _unit_length(x: Tensor, eps: float) -> Tensor:
+    x = widened(x)
+    if eps:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=1e-6)
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in float32 or wider."""
+    return cast(x, torch.promote_types(x.dtype, torch.float32))
 
 
 class FeatureMap(nn.Module):
@@ -44,7 +53,7 @@ class FeatureMap(nn.Module):
         self.inputs = self.width = inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, H, K]` to `[B, T, H, D]`."""
+        """`[..., H, K]` to `[..., H, D]`."""
         return x
 
 

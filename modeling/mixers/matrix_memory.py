@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.registry import cast
+from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import new_tail
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
-from memzoo.modeling.mixers.attention import CausalAttention, KeyValueState
+from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv
-from memzoo.modeling.mixers.features import unit_length
+from memzoo.modeling.mixers.features import unit_length, widened
 
+SEGMENT = 512
+"""Tokens of a piece between the projections; a multiple of the rules' chunk."""
 GATE: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -56,7 +61,7 @@ class MatrixMemory(Mixer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.heads, self.key_dim, self.value_dim = (
-            config.num_attention_heads,
+            config.memory_heads,
             config.key_head_dim,
             config.value_head_dim,
         )
@@ -72,30 +77,44 @@ class MatrixMemory(Mixer):
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
         self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
 
+    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the rule takes from `x` `[B, L, D]` besides queries, keys and values, each `[B, L, ...]`."""
+        return ()
+
     def memorize(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         """Read-outs `[B, L, H, V]` and the state with its new memory (and `keys` and `values`).
 
         Args:
-            x: `[B, L, D]`.
             q, k, v: `[B, L, H, K]` and `[B, L, H, V]`, neither normalised nor scaled.
+            controls: what `controls` gave.
         """
         raise NotImplementedError
 
     def forward(self, x: Tensor, step: Step, state: MatrixState | None) -> tuple[Tensor, MatrixState]:
         projected = self.qkv_proj(x)
-        if state is None:
-            state = self._begin(projected)
+        gate = None if self.output_gate is None else self.gate_proj(x)
+        pieces = split((projected, gate, *self.controls(x)), SEGMENT)
+        steps = step.split(x.shape[1], SEGMENT)
+        begun = self._begin(projected) if state is None else state
+        y, new_state = scan(self._piece, begun, [(at, *piece) for at, piece in zip(steps, pieces, strict=True)])
+        return self.o_proj(y), new_state
+
+    def _piece(
+        self, state: MatrixState, step: Step, projected: Tensor, gate: Tensor | None, *controls: Tensor
+    ) -> tuple[Tensor, MatrixState]:
+        """All between the projections, `[B, L, H V]`."""
+        dtype = projected.dtype
         if self.conv is not None:
-            projected, tail = self.conv(projected, state.conv_tail.to(projected.dtype), step.lengths)
+            projected, tail = self.conv(projected, cast(state.conv_tail, dtype), step.lengths)
             state = state._replace(conv_tail=tail)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
-        y, state = self.memorize(x, q, k, v, step, state)
-        y = self.norm(y.to(self.norm.weight.dtype)).flatten(2)
-        if self.output_gate is not None:
-            y = y * GATE[self.output_gate](self.gate_proj(x))
-        return self.o_proj(y.to(x.dtype)), state
+        y, state = self.memorize(q, k, v, controls, step, state)
+        y = self.norm(cast(y, self.norm.weight.dtype)).flatten(2)
+        if gate is not None:
+            y = y * GATE[self.output_gate](gate)
+        return cast(y, dtype), state
 
     def _begin(self, like: Tensor) -> MatrixState:
         rows, before = like.shape[0], self.window - 1
@@ -141,9 +160,8 @@ class DecayGate(nn.Module):
         init.copy_(self.time_bias, torch.log(torch.expm1(time)).to(self.time_bias))  # softplus of it is `time`
 
     def forward(self, x: Tensor) -> Tensor:
-        logit = self.proj(x)
-        logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
-        return -self.log_rate.to(logit.dtype).exp() * F.softplus(logit + self.time_bias)
+        logit = widened(self.proj(x))
+        return -cast(self.log_rate, logit.dtype).exp() * F.softplus(logit + self.time_bias)
 
 
 class Retention(MatrixMemory):
@@ -153,19 +171,18 @@ class Retention(MatrixMemory):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        rope, longest = config.rope_parameters, config.max_position_embeddings
-        self.rotary = LlamaRotaryEmbedding(
-            LlamaConfig(head_dim=self.key_dim, rope_parameters=rope, max_position_embeddings=longest)
-        )
+        self.rotary = HeadRotaryEmbedding(config, self.key_dim)
+
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.rotary
 
     def memorize(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
-        q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, position), unsqueeze_dim=2)
+        q, k = apply_rotary_pos_emb(q, k, *step.rotary[self.key_dim], unsqueeze_dim=2)
         (k,), v = self.opened(step, [k], v)
-        head = torch.arange(self.heads, dtype=state.memory.dtype, device=x.device)
-        log_retention = torch.log1p(-torch.exp2(-5 - head)).expand(*x.shape[:2], -1)
+        head = torch.arange(self.heads, dtype=state.memory.dtype, device=q.device)
+        log_retention = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:2], -1)
         y, memory = linear_attention(
             q * self.scaling,
             k[:, :, None],
@@ -190,11 +207,15 @@ class SlidingWindowLinear(MatrixMemory):
         ranges = [(1e-3, 1e-1), (0.5, 0.5), *[(0.12, 0.12)] * (self.window - 1)]
         self.gates = InnerGates(config.hidden_size, self.heads, ranges)
 
+    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Logits of forgetting and of the strength at each lag."""
+        return self.gates(x)
+
     def memorize(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        tokens = x.shape[1]
-        forget, *strengths = self.gates(x)
+        tokens = q.shape[1]
+        forget, *strengths = controls
         q, k = unit_length(q), unit_length(k)
         all_keys = torch.cat([state.keys.to(k.dtype), k.flatten(2)], dim=1)
         all_values = torch.cat([state.values.to(v.dtype), v.flatten(2)], dim=1)
@@ -227,27 +248,29 @@ class Delta(MatrixMemory):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.strength_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.unit = partial(unit_length, eps=config.unit_eps)
         self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
 
     def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where to read, write and erase (`None`: where it writes)."""
-        return unit_length(q), unit_length(k), None
+        return self.unit(q), self.unit(k), None
 
-    def log_retention(self, x: Tensor) -> Tensor | None:
-        return None
+    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Logits of the strength; in subclasses also the log of the retention."""
+        return (self.strength_proj(x),)
 
     def memorize(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         q, k, p = self.addresses(q, k)
         (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
-        logit = self.strength_proj(x)
+        logit, *log_retention = controls
         y, memory = delta_rule(
             q * self.scaling,
             k,
             v,
-            self.max_strength * torch.sigmoid(logit.to(state.memory.dtype)),
-            self.log_retention(x),
+            self.max_strength * torch.sigmoid(cast(logit, state.memory.dtype)),
+            log_retention[0] if log_retention else None,
             state.memory,
             erase_key=rest[0] if rest else None,
             erase_after_decay=self.erase_after_decay,
@@ -266,8 +289,8 @@ class GatedDelta(Delta):
         super().__init__(config, layer_idx)
         self.decay = DecayGate(config.hidden_size, self.heads)
 
-    def log_retention(self, x: Tensor) -> Tensor:
-        return self.decay(x)
+    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (*super().controls(x), self.decay(x))
 
 
 class CombaMemory(Delta):
@@ -288,12 +311,12 @@ class CombaMemory(Delta):
     def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         erase, correction = torch.sigmoid(self.erase_logit)[:, None], self.correction[:, None]
         if self.is_paper:
-            q, k = unit_length(q), unit_length(k)
+            q, k = self.unit(q), self.unit(k)
             return q - correction * k, k, erase * k
-        return unit_length(q - correction * (erase * k)), unit_length(k), None
+        return self.unit(q - correction * (erase * k)), self.unit(k), None
 
-    def log_retention(self, x: Tensor) -> Tensor:
-        return self.decay(x)
+    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (*super().controls(x), self.decay(x))
 
 
 class AttentionMixer(Mixer):
@@ -302,11 +325,14 @@ class AttentionMixer(Mixer):
     def __init__(self, config: PreTrainedConfig, layer_idx: int, window: int | None) -> None:
         super().__init__(config, layer_idx)
         self.attention = CausalAttention(config, window=window, carried=None if window is None else window - 1)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        width = config.num_attention_heads * config.head_dim
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
+
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
-        position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
-        y, state = self.attention(x, position, step.lengths, state)
+        y, state = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, state)
         return self.o_proj(y), state
 
 

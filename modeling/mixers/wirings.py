@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from memzoo.modeling.decoder import Mixer, Step
-from memzoo.modeling.mixers.attention import CausalAttention, KeyValueState
+from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
 
 
@@ -96,6 +96,9 @@ class MAG(Wiring):
         self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
         self.output = BranchGate(config)
 
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.attention.rotary
+
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
         persistent = self.persistent()
         if state is None:
@@ -103,8 +106,7 @@ class MAG(Wiring):
             window = None
         else:
             memory_state, window = state
-        offset = 0 if persistent is None else persistent.shape[0]
-        y, window = self.attention(x, _positions(x, step.position + offset), step.lengths, window, persistent)
+        y, window = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, window, persistent)
         m, memory_state = self.memory(x, memory_state, step.lengths)
         return self.output(y, m), BranchState(memory_state, window)
 
@@ -118,12 +120,14 @@ class MAL(Wiring):
         self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.attention.rotary
+
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
         persistent = self.persistent()
-        offset = 0 if persistent is None else persistent.shape[0]
         memory_state, window = self._begin(x, persistent) if state is None else state
         m, memory_state = self.memory(x, memory_state, step.lengths)
-        y, window = self.attention(self.output(m, x), _positions(x, step.position + offset), step.lengths, window)
+        y, window = self.attention(self.output(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
         return self.o_proj(y), BranchState(memory_state, window)
 
     def _begin(self, x: Tensor, persistent: Tensor | None) -> tuple[MemoryState, KeyValueState | None]:
@@ -131,8 +135,8 @@ class MAL(Wiring):
         read, memory_state = self.memory.begin(rows, x, persistent)
         if persistent is None or read is None:
             return memory_state, None
-        place = torch.arange(persistent.shape[0], device=x.device)[None]
-        _, window = self.attention(self.output(read, persistent)[None], place, None, None)
+        place = torch.arange(-persistent.shape[0], 0, device=x.device)[None]
+        _, window = self.attention(self.output(read, persistent)[None], self.attention.rotary(x, place), None, None)
         return memory_state, KeyValueState(*(x.expand(rows, *x.shape[1:]) for x in window))
 
 
@@ -163,7 +167,6 @@ class MAC(Wiring):
 
     def forward(self, x: Tensor, step: Step, state: ContextState | None) -> tuple[Tensor, ContextState]:
         persistent = self.persistent()
-        offset = 0 if persistent is None else persistent.shape[0]
         if state is None:
             _, memory = self.memory.begin(x.shape[0], x)
             window, segment_weights = None, memory.memory.weights
@@ -183,9 +186,10 @@ class MAC(Wiring):
                 )
             read = self.memory.retrieve(part.x, segment_weights, step.position + part.first, self.query_proj)
             pairs = torch.stack([read, part.x], dim=2).flatten(1, 2)
-            place = _positions(part.x, part.begun + offset).repeat_interleave(2, dim=1)
+            place = part.begun[:, None] + torch.arange(part.x.shape[1], device=x.device)
+            rotary = self.attention.rotary(pairs, place.repeat_interleave(2, dim=1))
             added = None if part.lengths is None else 2 * part.lengths
-            y, window = self.attention(pairs, place, added, window, persistent)
+            y, window = self.attention(pairs, rotary, added, window, persistent)
             y = y[:, 1::2]
             m, memory = self.memory(y, memory, part.lengths)
             outputs.append(self.output(y, m))
@@ -251,11 +255,6 @@ class SegmentPart(NamedTuple):
     """The same, or `None` when all L' are real."""
     whole: bool
     """Whether every row starts the segment here."""
-
-
-def _positions(x: Tensor, start: Tensor) -> Tensor:
-    """Rotary positions of the new tokens, `[R, L]`."""
-    return start[:, None] + torch.arange(x.shape[1], device=x.device)
 
 
 WIRINGS: dict[str, type[Wiring]] = {"lmm": LMM, "mac": MAC, "mag": MAG, "mal": MAL}
