@@ -91,6 +91,13 @@ TINY |= {
     "comba-fla-e4": _matrix(memzoo.CombaConfig, 4, variant="fla"),
     "swla-e1": _matrix(memzoo.SWLAConfig, window=3),
     "swla-e4": _matrix(memzoo.SWLAConfig, 4),
+    "deep_transformer-e1": _matrix(memzoo.DeepTransformerConfig),
+    "deep_transformer-e4": _matrix(
+        memzoo.DeepTransformerConfig, 4, normalizer=False, capacity_axis="value", layer_types=_HYBRID
+    ),
+    "swdt-e1": _matrix(memzoo.SWDTConfig, window=3),
+    "dot-e1": _matrix(memzoo.DotConfig, window=3),
+    "dot-e4": _matrix(memzoo.DotConfig, 4, window=1, feature_scale=1.0, capacity_axis="value"),
     "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
     "transformer_pp-mixed": _matrix(
         memzoo.TransformerPlusPlusConfig,
@@ -125,6 +132,9 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.GatedDeltaNetConfig, {}, (148668384, 420564992, 892728960, 1193870368)),
     (memzoo.CombaConfig, {}, (148668768, 420565760, 892729728, 1193870656)),
     (memzoo.SWLAConfig, {}, (141737856, 395792000, 836694912, 1118665648)),
+    (memzoo.DeepTransformerConfig, {}, (141590208, 395398400, 836104704, 1118370592)),
+    (memzoo.SWDTConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
+    (memzoo.DotConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
 ]
 PRESETS = [
