@@ -4,7 +4,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from memzoo.configuration.base import MemoryConfig, require
+from memzoo.configuration.base import MemoryConfig, refuse_fixed, require
 
 VARIANTS = ("lmm", "mac", "mag", "mal")
 MEMORIES = ("mlp", "gated_mlp")
@@ -71,11 +71,7 @@ class DeepMemoryConfig(MemoryConfig):
     feature_dim = None  # type: int | None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in kwargs.keys() & set(RULE):
-            raise ValueError(
-                f"{type(self).__name__}: {name}={kwargs[name]!r}: expected {getattr(self, name)!r}, which makes the "
-                "architecture what it is."
-            )
+        refuse_fixed(self, kwargs, RULE)
         if self.memory_residual is None:
             self.memory_residual = self.memory_depth > 1
         if self.max_step_size is None:

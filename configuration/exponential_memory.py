@@ -4,8 +4,11 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from memzoo.configuration.base import require
+from memzoo.configuration.base import refuse_fixed, require
 from memzoo.configuration.matrix_memory import MatrixMemoryConfig
+
+# What tells the members apart: a field of one that lets one choose, a fixed value of any other.
+RULE = ("objective", "window", "normalizer")
 
 
 @strict
@@ -25,12 +28,13 @@ class ExponentialMemoryConfig(MatrixMemoryConfig):
     feature_scale: float | int | None = None
     use_retention: bool = True
 
-    # What tells the members apart, without annotations: no fields here.
+    # The rule of the simplest member, without annotations: no fields here, but another may open them.
     objective = "dot"
     window = 1
     normalizer = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        refuse_fixed(self, kwargs, RULE)
         super().__post_init__(**kwargs)
         require(self.window >= 1, self, "window", "at least 1")
         require(self.capacity_axis != "key", self, "capacity_axis", "'value' or 'head': these keys have no coordinates")

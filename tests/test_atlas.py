@@ -11,7 +11,7 @@ from tolerances import MODEL, close, error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from memzoo import AtlasConfig, DLAConfig, OmegaNetConfig, TitansConfig
+from memzoo import AtlasConfig, DeepTransformerConfig, DLAConfig, DotConfig, OmegaNetConfig, SWDTConfig, TitansConfig
 
 BOUND = MODEL[torch.float64]
 SHAPE: dict[str, Any] = {
@@ -50,9 +50,14 @@ OPTIONS: list[tuple[type, dict[str, Any]]] = [
 ]
 
 
+def shape(config_class: type) -> dict[str, Any]:
+    """What of `SHAPE` the config has."""
+    return {key: value for key, value in SHAPE.items() if hasattr(config_class, key)}
+
+
 def build(config_class: type, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = config_class(**{**SHAPE, **options})
+    config = config_class(**{**shape(config_class), **options})
     return zoo.enliven(AutoModelForCausalLM.from_config(config, dtype=torch.float64)).eval()
 
 
@@ -161,12 +166,17 @@ def test_one_capacity_block_is_no_schedule(options: dict[str, Any]) -> None:
         (DLAConfig, {"use_momentum": True}),
         (DLAConfig, {"max_gradient_norm": None}),
         (DLAConfig, {"chunk_size": 8}),
+        (DeepTransformerConfig, {"feature_scale": 1.0}),
+        (DeepTransformerConfig, {"use_retention": False}),
+        (SWDTConfig, {"window": 1}),
+        (DotConfig, {"window": 1}),
+        (DotConfig, {"capacity_blocks": 4, "capacity_context": 8}),
     ],
     ids=str,
 )
 def test_options_do_something(config_class: type, options: dict[str, Any]) -> None:
     """An option that is read and then forgotten would pass every equality test."""
-    base = {"muon_every": "token"} if options == {"chunk_size": 8, "muon_every": "token"} else {}
+    base: dict[str, Any] = {"muon_every": "token"} if options == {"chunk_size": 8, "muon_every": "token"} else {}
     assert error(logits(build(config_class, **options)), logits(build(config_class, **base))) > 1e-3
 
 
@@ -193,11 +203,16 @@ def test_only_a_linear_dla_does_not_know_its_chunks() -> None:
         (AtlasConfig, {"use_momentum": False}, "use_momentum=False: expected True, which Muon makes orthogonal"),
         (AtlasConfig, {"newton_schulz_steps": -1}, "newton_schulz_steps=-1: expected at least 0"),
         (AtlasConfig, {"muon_every": "day"}, "muon_every='day': expected one of"),
+        (DeepTransformerConfig, {"window": 2}, "DeepTransformerConfig: window=2: expected 1, which makes"),
+        (DotConfig, {"normalizer": True}, "DotConfig: normalizer=True: expected False"),
+        (DotConfig, {"window": 0}, "window=0: expected at least 1"),
+        (SWDTConfig, {"capacity_axis": "key"}, "capacity_axis='key': expected 'value' or 'head'"),
+        (SWDTConfig, {"feature_scale": 0.0}, "feature_scale=0.0: expected above 0, or None"),
     ],
 )
 def test_refuses_configurations_that_do_not_fit(config_class: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config_class(**{**SHAPE, **options})
+        config_class(**{**shape(config_class), **options})
 
 
 @pytest.mark.parametrize(
