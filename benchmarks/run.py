@@ -58,10 +58,19 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         **{variant: {"variant": variant, **TITANS} for variant in ("lmm", "mac", "mag", "mal")},
         "lmm-e16": {"variant": "lmm", "capacity_blocks": 16, **TITANS},
     },
+    # With the features that they come with, and with none: then the memory is as large as that of Titans.
+    **{
+        f"memzoo_{name}": {
+            "lmm": {"variant": "lmm", **TITANS},
+            "lmm-identity": {"variant": "lmm", "feature_map": "identity", **TITANS},
+        }
+        for name in ("omeganet", "atlas")
+    },
+    "memzoo_dla": {"lmm": {"variant": "lmm", **TITANS}},
     # Keys and values as wide as the model, as the peers' are.
     **{
         f"memzoo_{name}": {"": {"expand_k": 1.0, "expand_v": 1.0}}
-        for name in ("retnet", "deltanet", "gated_deltanet", "comba", "swla")
+        for name in ("retnet", "deltanet", "gated_deltanet", "comba", "swla", "deep_transformer", "swdt", "dot")
     },
 }
 STEPS = 2 * CHUNK  # decoded tokens per round: two ends of a chunk, wherever the round starts

@@ -24,6 +24,15 @@ def require(ok: bool, config: Any, field: str, expected: str) -> None:
         raise ValueError(f"{type(config).__name__}: {field}={getattr(config, field)!r}: expected {expected}.")
 
 
+def refuse_fixed(config: Any, given: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise a ValueError where `given`, which no field took, sets what the architecture fixes."""
+    for name in given.keys() & set(names):
+        raise ValueError(
+            f"{type(config).__name__}: {name}={given[name]!r}: expected {getattr(config, name)!r}, which makes the "
+            "architecture what it is."
+        )
+
+
 @strict
 class MemoryConfig(PreTrainedConfig):
     """What every test-time-memory language model is made of.

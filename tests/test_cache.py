@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memzoo import MemoryCache, load_memory, save_memory
+from memzoo.configuration.exponential_memory import ExponentialMemoryConfig
 
 BOUND = MODEL[torch.float64]
 FIRST, REST = 2 * zoo.CHUNK + 3, 7
@@ -111,7 +112,8 @@ def test_size_and_cost_do_not_grow_with_the_context(name: str) -> None:
         read(model, zoo.tokens(1, length), cache)
         read(model, zoo.tokens(1, 1), cache)
         sizes.append((cache.memory_bytes, [tuple(x.shape) for layer in cache.layers for x in layer.tensors]))
-    grows = "full_attention" in getattr(model.config, "mixer_types", ())
+    keeps_keys = isinstance(model.config, ExponentialMemoryConfig)
+    grows = keeps_keys or "full_attention" in getattr(model.config, "mixer_types", ())
     assert (sizes[0] == sizes[1]) is not grows
 
 

@@ -13,19 +13,27 @@ from torch import Tensor
 from memzoo.kernels.deep_memory import (
     ACTIVATIONS,
     DeepMemoryState,
+    Muon,
     block_of_unit,
     deep_memory,
     initial_state,
     make_inputs,
     materialize,
+    per_token,
 )
 from memzoo.kernels.deep_memory import (
     OP as DEEP_MEMORY,
 )
 from memzoo.kernels.deep_memory.activations import ACTIVATION
 from memzoo.kernels.deep_memory.retrieval import retrieve
+from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.newton_schulz import newton_schulz
 
 FAST = [name for name in DEEP_MEMORY.names() if name != "reference"]
+FIELDS = (
+    "write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "orthogonal_step",
+    "recent_keys", "recent_values", "position",
+)  # fmt: skip
 TOKENS = 14
 HIDDEN = [(), (16,), (16, 12), (12, 17, 8)]  # 17 units do not divide into 4 blocks
 SHAPES = [  # T, C: one token, around a chunk, a prime, chunks of one
@@ -43,21 +51,31 @@ def arguments(**options: Any) -> dict[str, Any]:
     """Inputs and options of one call, capacity opening every three tokens."""
     chunk = options.setdefault("chunk_size", 4)
     blocks = options.setdefault("blocks", 1)
-    keys = ("residual", "activation", "max_gradient_norm")
+    keys = ("residual", "activation", "max_gradient_norm", "objective", "muon")
     call = {key: options.pop(key) for key in keys if key in options}
     return {**make_inputs(**options), **call, "chunk_size": chunk, "unlock": [3 * e for e in range(blocks)]}
 
 
 def piece(args: dict[str, Any], low: int, high: int, state: DeepMemoryState) -> dict[str, Any]:
     """The same call for tokens `low` to `high` only."""
-    sequences = ("query", "key", "value", "log_retention", "log_momentum", "step_size")
-    cut = {name: args[name] if args[name] is None else args[name][:, low:high] for name in sequences}
+    sequences = ("query", "key", "value", "log_retention", "log_momentum", "step_size", "window_gate")
+    cut = {name: args[name][:, low:high] for name in sequences if args.get(name) is not None}
     return {**args, **cut, "state": state}
 
 
 def memory_of(state: DeepMemoryState) -> list[Tensor]:
     weights, momentum = materialize(state)
     return [*weights, *momentum]
+
+
+def same_state(state: DeepMemoryState, want: DeepMemoryState) -> None:
+    for a, b in zip(memory_of(state), memory_of(want), strict=True):
+        close(a, b, OP[torch.float64])
+    for field in FIELDS:
+        a, b = getattr(state, field), getattr(want, field)
+        assert a.shape == b.shape, field
+        if a.numel():
+            close(a.double(), b.double(), OP[torch.float64])
 
 
 # The equations -------------------------------------------------------------------------------------------------------
@@ -135,10 +153,7 @@ def test_matches_reference(backend: str, hidden: tuple[int, ...], momentum: bool
         want, want_state = deep_memory(**args, backend="reference")
         got, state = deep_memory(**args, backend=backend)
         close(got, want, OP[torch.float64])
-        for a, b in zip(memory_of(state), memory_of(want_state), strict=True):
-            close(a, b, OP[torch.float64])
-        for field in ("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "position"):
-            close(getattr(state, field).double(), getattr(want_state, field).double(), OP[torch.float64])
+        same_state(state, want_state)
 
 
 @pytest.mark.parametrize("backend", FAST)
@@ -248,6 +263,304 @@ def test_float32_follows_float64(backend: str) -> None:
     state = initial_state([w.float() for w in args["state"].weights], 2, chunk_size=8)
     got, _ = deep_memory(**{**args, **low, "state": state}, backend=backend)
     close(got.double(), want, OP[torch.float32])
+
+
+# The rules of ATLAS --------------------------------------------------------------------------------------------------
+
+# What a call of Titans does not use, alone and together.
+RULES: dict[str, dict[str, Any]] = {
+    "window": {"window": 3},
+    "window, no momentum": {"window": 3, "momentum": False},
+    "window of one": {"has_gate": True},
+    "window longer than a chunk": {"window": 7},
+    "window without halo": {"window": 3, "has_halo": False},
+    "dot product": {"objective": "dot", "momentum": False},
+    "dot product, window, matrix": {"objective": "dot", "window": 2, "hidden": ()},
+    "gated": {"gated": True},
+    "gated, window, bounded": {"gated": True, "window": 2, "max_gradient_norm": 0.5},
+    "wide keys": {"key_dim": 11, "value_dim": 8},
+    "three layers, window": {"hidden": (16, 12), "window": 3},
+    "muon once a chunk": {"muon": Muon(3, "chunk")},
+    "muon once a chunk, window, gated": {"muon": Muon(2, "chunk"), "window": 3, "gated": True},
+    "muon at every token": {"muon": Muon(3, "token")},
+    "muon at every token, window, gated": {"muon": Muon(2, "token"), "window": 3, "gated": True, "hidden": (17,)},
+    "muon without steps": {"muon": Muon(0, "token"), "hidden": (16, 12)},
+    "muon, dot product, matrix": {"muon": Muon(1, "token"), "objective": "dot", "hidden": ()},
+}
+
+
+def rule(name: str, **options: Any) -> dict[str, Any]:
+    """Arguments of a call under a rule."""
+    chosen = {"hidden": (16,), **RULES[name], **options}
+    has_gate = chosen.pop("has_gate", False)
+    args = arguments(**chosen)
+    if has_gate:
+        args["window_gate"] = torch.sigmoid(args["step_size"])[..., None]
+    return args
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_match_reference(backend: str, name: str, blocks: int) -> None:
+    for tokens, chunk in SHAPES:
+        args = rule(name, tokens=tokens, chunk_size=chunk, blocks=blocks)
+        want, want_state = deep_memory(**args, backend="reference")
+        got, state = deep_memory(**args, backend=backend)
+        close(got, want, OP[torch.float64])
+        same_state(state, want_state)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_at_any_cut(backend: str, name: str, blocks: int) -> None:
+    args = rule(name, tokens=TOKENS, blocks=blocks)
+    want, want_state = deep_memory(**args, backend="reference")
+    for bounds in ([0, 5, 14], [0, 4, 5, 6, 7, 8, 9, 14], [0, 1, 2, 3, 13, 14], [0, 11, 12, 14]):
+        for enabled in (False, True):
+            state, outputs = args["state"], []
+            with torch.set_grad_enabled(enabled):
+                for low, high in itertools.pairwise(bounds):
+                    y, state = deep_memory(**piece(args, low, high, state), backend=backend)
+                    outputs.append(y)
+            close(torch.cat(outputs, dim=1), want, OP[torch.float64])
+            for a, b in zip(memory_of(state), memory_of(want_state), strict=True):
+                close(a, b, OP[torch.float64])
+
+
+@pytest.mark.parametrize("backend", DEEP_MEMORY.names())
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_on_ragged_rows(backend: str, name: str, blocks: int) -> None:
+    """Rows of different lengths at different positions, some of them empty, then single tokens for all."""
+    args = rule(name, batch=3, tokens=TOKENS, blocks=blocks)
+    lengths = [torch.tensor([5, 0, 8]), torch.tensor([6, 4, 0]), *[torch.tensor([1, 1, 1])] * 2]
+    state, starts, outputs = args["state"], torch.zeros(3, dtype=torch.long), []
+    for length in lengths:
+        index = (starts[:, None] + torch.arange(int(length.max()))).clamp(max=TOKENS - 1)
+        part = {
+            name: x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+            for name, x in args.items()
+            if isinstance(x, Tensor)
+        }
+        given = None if bool((length == index.shape[1]).all()) else length
+        y, state = deep_memory(**{**args, **part, "state": state}, lengths=given, backend=backend)
+        outputs.append(y)
+        starts = starts + length
+    want, _ = deep_memory(**args, backend="reference")
+    for row in range(3):
+        got = torch.cat([y[row, : int(n[row])] for y, n in zip(outputs, lengths, strict=True)])
+        close(got, want[row, : int(starts[row])], OP[torch.float64])
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize(("blocks", "cut"), [(1, None), (1, 6), (4, 6)])
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_of_rules_match_reference(backend: str, name: str, blocks: int, cut: int | None) -> None:
+    def gradients(backend: str) -> dict[str, Tensor]:
+        args = rule(name, tokens=TOKENS, blocks=blocks)
+        leaves = {key: x.requires_grad_() for key, x in args.items() if isinstance(x, Tensor)}
+        state = args["state"]
+        moved = tuple(x.detach().clone().requires_grad_() for x in state.weights)
+        state = state._replace(weights=moved)
+        leaves.update({f"weights.{layer}": x for layer, x in enumerate(moved)})
+        outputs = []
+        for low, high in [(0, TOKENS)] if cut is None else [(0, cut), (cut, TOKENS)]:
+            y, state = deep_memory(**piece(args, low, high, state), backend=backend)
+            outputs.append(y)
+        generator = torch.Generator().manual_seed(1)
+        results = [torch.cat(outputs, dim=1), *memory_of(state), state.recent_keys, state.recent_values]
+        loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results)
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(leaves, found, strict=True))
+
+    want, got = gradients("reference"), gradients(backend)
+    for key in want:
+        close(got[key], want[key], OP[torch.float64])
+
+
+def network(weights: list[Tensor], x: Tensor, args: dict[str, Any], gated: bool) -> Tensor:
+    """The memory of one row and head, written apart from the library."""
+    y = x
+    for layer, weight in enumerate(weights):
+        y = weight @ y
+        if layer < len(weights) - 1:
+            y = torch.nn.functional.gelu(y[::2]) * y[1::2] if gated else torch.nn.functional.gelu(y)
+    return y + x[: len(y)] if args.get("residual", True) else y
+
+
+def witness(args: dict[str, Any], gated: bool) -> tuple[Tensor, list[Tensor]]:
+    """Outputs `[T, V]` and final weights of the first row and head at C = 1, by autograd of the windowed loss."""
+    q, k, v = (args[key][0, :, 0] for key in ("query", "key", "value"))
+    gates, steps = args.get("window_gate"), args["step_size"][0, :, 0]
+    weights = [w[0, 0].detach() for w in args["state"].weights]
+    slots, outputs = [torch.zeros_like(w) for w in weights], []
+    muon, bound = args.get("muon"), args.get("max_gradient_norm", float("inf"))
+    for t in range(len(q)):
+        a = args["log_retention"][0, t, 0].exp()
+        m = 0.0 if args.get("log_momentum") is None else args["log_momentum"][0, t, 0].exp()
+        total = [torch.zeros_like(w) for w in weights]
+        for j in range(min(t + 1, 1 if gates is None else gates.shape[-1])):
+            leaves = [w.clone().requires_grad_() for w in weights]
+            y = network(leaves, k[t - j], args, gated)
+            loss = -y @ v[t - j] if args.get("objective") == "dot" else 0.5 * (y - v[t - j]).square().sum()
+            found = torch.autograd.grad(loss, leaves)
+            shorten = min(1.0, bound / float(sum(g.square().sum() for g in found).sqrt()))
+            gate = 1.0 if gates is None else gates[0, t, 0, j]
+            total = [x + gate * shorten * g for x, g in zip(total, found, strict=True)]
+        if muon is None:
+            slots = [m * s - steps[t] * g for s, g in zip(slots, total, strict=True)]
+            weights = [a * w + s for w, s in zip(weights, slots, strict=True)]
+            read = weights
+        else:
+            slots = [m * s - g for s, g in zip(slots, total, strict=True)]
+            updates = []
+            for layer, slot in enumerate(slots):
+                update = slot.clone()
+                for part in (slice(0, None, 2), slice(1, None, 2)) if gated and layer == 0 else (slice(None),):
+                    update[part] = newton_schulz(slot[part], steps=muon.steps, backend="reference")
+                updates.append(update)
+            plain = [a * w + steps[t] * s for w, s in zip(weights, slots, strict=True)]
+            weights = [a * w + steps[t] * s for w, s in zip(weights, updates, strict=True)]
+            read = weights if muon.every == "token" else plain
+        outputs.append(network(read, q[t], args, gated))
+    return torch.stack(outputs), weights
+
+
+@pytest.mark.parametrize("backend", DEEP_MEMORY.names())
+@pytest.mark.parametrize("name", [name for name in RULES if "halo" not in name])
+def test_rules_in_chunks_of_one_are_the_exact_recurrence(backend: str, name: str) -> None:
+    """Second witness: autograd of the windowed loss at M_{t-1} (ATLAS Eq 9, 10), momentum, Muon and decay by hand."""
+    args = rule(name, chunk_size=1, tokens=9)
+    want, weights = witness(args, gated="gated" in name)
+    got, state = deep_memory(**args, backend=backend)
+    close(got[0, :, 0], want, OP[torch.float64])
+    for a, b in zip(state.weights, weights, strict=True):
+        close(a[0, 0], b, OP[torch.float64])
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("momentum", [True, False])
+def test_a_window_of_one_is_titans(backend: str, hidden: tuple[int, ...], momentum: bool) -> None:
+    """A gate of 1 on the current token alone: outputs, memory and gradients bit for bit, in one pass and in steps."""
+    results: list[list[Tensor]] = []
+    for gate in (None, torch.ones(2, TOKENS, 3, 1, dtype=torch.float64)):
+        args = arguments(tokens=TOKENS, hidden=hidden, momentum=momentum)
+        args["window_gate"] = gate
+        leaves = [args[key].requires_grad_() for key in ("query", "key", "value", "step_size", "log_retention")]
+        y, state = deep_memory(**args, backend=backend)
+        found = torch.autograd.grad(y.square().sum() + sum(x.sum() for x in memory_of(state)), leaves)
+        state, steps = args["state"], []
+        with torch.no_grad():
+            for t in range(TOKENS):
+                one, state = deep_memory(**piece(args, t, t + 1, state), backend=backend)
+                steps.append(one)
+        results.append([y, *memory_of(state), *found, *steps])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", DEEP_MEMORY.names())
+def test_without_a_halo_chunks_of_one_have_a_window_of_one(backend: str) -> None:
+    args = rule("window without halo", chunk_size=1)
+    narrow = {**args, "window_gate": args["window_gate"][..., :1]}
+    assert torch.equal(deep_memory(**args, backend=backend)[0], deep_memory(**narrow, backend=backend)[0])
+    halo = rule("window", chunk_size=1)
+    assert (deep_memory(**halo, backend=backend)[0] - deep_memory(**args, backend=backend)[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", DEEP_MEMORY.names())
+@pytest.mark.parametrize("every", ["token", "chunk"])
+def test_muon_without_steps_is_titans(backend: str, every: str) -> None:
+    """With one step size for all tokens, which may then stand inside of the momentum or outside."""
+    args = arguments(tokens=TOKENS, hidden=(16,))
+    args["step_size"] = torch.full_like(args["step_size"], 0.1)
+    want, want_state = deep_memory(**args, backend=backend)
+    got, state = deep_memory(**args, muon=Muon(0, every), backend=backend)
+    close(got[:, :4], want[:, :4], OP[torch.float64])
+    if every == "token":  # once a chunk: the anchor takes the last momentum for all of its tokens
+        close(got, want, OP[torch.float64])
+        for a, b in zip(materialize(state)[0], materialize(want_state)[0], strict=True):
+            close(a, b, OP[torch.float64])
+    else:
+        assert (got - want).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", DEEP_MEMORY.names())
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+def test_a_linear_memory_with_the_dot_product_is_gated_linear_attention(backend: str, chunk: int) -> None:
+    """At any chunk size: its gradient does not depend on the memory."""
+    args = arguments(hidden=(), momentum=False, residual=False, chunk_size=chunk, objective="dot", value_dim=5)
+    state = torch.zeros_like(args["state"].weights[0]).mT
+    args["state"] = initial_state([w[0] for w in [torch.zeros_like(args["state"].weights[0])]], 2, chunk_size=chunk)
+    args["state"] = args["state"]._replace(momentum=(), momentum_keep=torch.zeros_like(args["state"].momentum_keep))
+    values = args["value"] * args["step_size"][..., None]
+    want, _ = linear_attention(
+        args["query"], args["key"][:, :, None], values[:, :, None], args["log_retention"], state, backend="reference"
+    )
+    close(deep_memory(**args, backend=backend)[0], want, OP[torch.float64])
+
+
+@pytest.mark.parametrize("name", ["window", "muon at every token", "muon once a chunk", "dot product", "gated"])
+def test_chunk_size_is_part_of_every_deep_rule(name: str) -> None:
+    y, _ = deep_memory(**rule(name))
+    assert (deep_memory(**rule(name, chunk_size=2))[0] - y).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_another(name: str) -> None:
+    """A rule that is read and then forgotten would pass every test of one form against another."""
+    same = {"window": 1, "has_gate": False, "objective": "l2", "gated": False, "muon": None}
+    changed = {key: value for key, value in RULES[name].items() if key in same}
+    for key in changed:
+        y, _ = deep_memory(**rule(name))
+        other, _ = deep_memory(**rule(name, **{key: same[key]}))
+        assert (other - y).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", DEEP_MEMORY.names())
+@pytest.mark.parametrize("name", RULES)
+def test_closed_blocks_are_bit_constant_under_every_rule(backend: str, name: str) -> None:
+    args = rule(name, tokens=TOKENS, blocks=4)
+    before = args["state"].weights
+    units = before[-1].shape[-1]
+    for tokens in (1, 3, 4, 7, 9, 12):  # blocks open after 0, 3, 6, 9 tokens
+        _, state = deep_memory(**piece(args, 0, tokens, args["state"]), backend=backend)
+        closed = block_of_unit(units, 4) >= min(4, 1 + (tokens - 1) // 3)
+        start, end = before[-1], materialize(state)[0][-1]
+        assert torch.equal(start[..., closed], end[..., closed])
+        assert not torch.equal(start[..., ~closed], end[..., ~closed])
+        if len(before) > 1:
+            start, end = before[-2], materialize(state)[0][-2]
+            rows = closed.repeat_interleave(start.shape[-2] // units)
+            assert torch.equal(start[..., rows, :], end[..., rows, :])
+
+
+@pytest.mark.parametrize("name", ["muon at every token", "muon at every token, window, gated"])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_per_token_muon_writes_out_a_bounded_number_of_weights(
+    name: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number written out at once, the values and gradients are the same."""
+    sizes: list[int] = []
+
+    def counted(x: Tensor, steps: int) -> Tensor:
+        sizes.append(x.numel())
+        return newton_schulz(x, steps=steps)
+
+    monkeypatch.setattr(per_token, "newton_schulz", counted)
+    results = []
+    for bound in (1 << 21, 3 * 6 * 8 * 34):
+        monkeypatch.setattr(per_token, "BLOCK_ELEMENTS", bound)
+        args = rule(name, tokens=TOKENS, blocks=blocks)
+        leaves = [args[key].requires_grad_() for key in ("query", "key", "step_size")]
+        sizes.clear()
+        y, _ = deep_memory(**args, backend="chunked")
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        assert max(sizes) <= bound
+    for a, b in zip(*results, strict=True):
+        close(a, b, OP[torch.float64])
 
 
 # Capacity blocks -----------------------------------------------------------------------------------------------------
@@ -458,6 +771,20 @@ def test_backward_memory_grows_by_the_weights_per_chunk(backend: str) -> None:
         ({"unlock": [0, 3]}, r"unlock: expected 1 ascending positions from 0, got \[0, 3\]"),
         ({"unlock": [2]}, "unlock: expected 1 ascending positions from 0"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm: expected above 0"),
+        ({"window_gate": torch.zeros(2, 13, 3)}, r"window_gate: expected \(2, 13, 3, 'c >= 1'\), got \(2, 13, 3\)"),
+        ({"window_gate": torch.zeros(2, 13, 3, 0)}, r"window_gate: expected .*, got \(2, 13, 3, 0\)"),
+        ({"state": rule("window")["state"]}, "halo of the state: expected 0 or 0, got 2"),
+        ({"objective": "l1"}, "objective: expected one of"),
+        ({"muon": Muon(-1)}, "Newton-Schulz steps: expected at least 0, got -1"),
+        ({"muon": Muon(5, "year")}, "Muon.every: expected one of"),
+        (
+            {"log_momentum": None, "state": arguments(hidden=(16,), momentum=False)["state"], "muon": Muon()},
+            "momentum of Muon: expected log_momentum",
+        ),
+        (
+            {"state": initial_state([torch.zeros(3, 16, 8), torch.zeros(3, 8, 15)], 2, chunk_size=4)},
+            "width of layer 2: expected 16",
+        ),
         ({"backend": "fortran"}, "unknown kernel_backend 'fortran'"),
     ],
 )

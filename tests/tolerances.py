@@ -12,6 +12,9 @@ from torch import Tensor
 
 # Reference and chunked form of one op: sums of < 1e3 products, feedback over < 50 tokens.
 OP = {torch.float64: 1e-12, torch.float32: 2e-5}
+# Newton-Schulz multiplies what is near zero by 3.4445 a step, and in a Gram matrix, with its rounding errors, by the
+# square of that: four times in five steps.
+NEWTON_SCHULZ = {dtype: 3.4445**8 * torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32)}
 # Two ways of computing the same logits, a few layers deep: what the issue promises in float64.
 MODEL = {torch.float64: 1e-9, torch.float32: 1e-3}
 # Two programs for one model in float64, of which transformers' rotary embedding takes its angles in float32.

@@ -50,6 +50,30 @@ TINY: dict[str, PreTrainedConfig] = {
 }
 
 
+def _deep(config_class: type, variant: str = "lmm", blocks: int = 1, **options: object) -> PreTrainedConfig:
+    shared = {"chunk_size": CHUNK, "segment_size": 2 * CHUNK, "sliding_window": 5, "num_persistent_tokens": 3}
+    schedule = {"capacity_blocks": blocks, "capacity_context": 3 * blocks, "max_step_size": 0.25}
+    return config_class(variant=variant, **{**_SHARED, **shared, **schedule, **options})
+
+
+# Windows that reach back over a chunk's edge, one longer than a chunk; features of every kind; Muon both ways.
+TINY |= {
+    "omeganet-lmm-e1": _deep(memzoo.OmegaNetConfig, window=3, feature_dim=3),
+    "omeganet-mac-e16": _deep(memzoo.OmegaNetConfig, "mac", 16, window=6, feature_map="identity"),
+    "omeganet-mag-e1": _deep(memzoo.OmegaNetConfig, "mag", window_halo=False, feature_map="powers", feature_degree=3),
+    "omeganet-mal-e16": _deep(memzoo.OmegaNetConfig, "mal", 16, memory="gated_mlp", use_momentum=True, feature_dim=3),
+    "atlas-lmm-e1": _deep(memzoo.AtlasConfig, window=3, feature_dim=3),
+    "atlas-mag-e16": _deep(memzoo.AtlasConfig, "mag", 16, window=3, feature_dim=None),
+    "atlas-mac-token-e1": _deep(memzoo.AtlasConfig, "mac", window=3, muon_every="token", feature_map="identity"),
+    "atlas-gated-token-e16": _deep(
+        memzoo.AtlasConfig, "lmm", 16, memory="gated_mlp", muon_every="token", window=3, feature_dim=3
+    ),
+    "atlas-gated-e1": _deep(memzoo.AtlasConfig, "mal", memory="gated_mlp", window=3, feature_dim=3),
+    "dla-lmm-e1": _deep(memzoo.DLAConfig),
+    "dla-mag-e16": _deep(memzoo.DLAConfig, "mag", 16, use_momentum=True),
+}
+
+
 def _matrix(config_class: type, blocks: int = 1, **options: object) -> PreTrainedConfig:
     shared = {"sliding_window": 5, "capacity_blocks": blocks, "capacity_context": 3 * blocks, "expand_k": 1.0}
     return config_class(**{**_SHARED, **shared, "expand_v": 1.5, **options})
@@ -67,6 +91,13 @@ TINY |= {
     "comba-fla-e4": _matrix(memzoo.CombaConfig, 4, variant="fla"),
     "swla-e1": _matrix(memzoo.SWLAConfig, window=3),
     "swla-e4": _matrix(memzoo.SWLAConfig, 4),
+    "deep_transformer-e1": _matrix(memzoo.DeepTransformerConfig),
+    "deep_transformer-e4": _matrix(
+        memzoo.DeepTransformerConfig, 4, normalizer=False, capacity_axis="value", layer_types=_HYBRID
+    ),
+    "swdt-e1": _matrix(memzoo.SWDTConfig, window=3),
+    "dot-e1": _matrix(memzoo.DotConfig, window=3),
+    "dot-e4": _matrix(memzoo.DotConfig, 4, window=1, feature_scale=1.0, capacity_axis="value"),
     "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
     "transformer_pp-mixed": _matrix(
         memzoo.TransformerPlusPlusConfig,
@@ -81,7 +112,7 @@ TINY |= {
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
-QUICK = ["titans-mag-e1", "titans-mac-e16", "deltanet-e4", "swla-e1"]
+QUICK = ["titans-mag-e1", "titans-mac-e16", "omeganet-lmm-e1", "atlas-gated-token-e16", "deltanet-e4", "swla-e1"]
 NAMES = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)
 # One name per wiring, for checks that a capacity schedule cannot change.
 PLAIN = [name for name in NAMES if name.endswith("-e1")]
@@ -92,11 +123,18 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.TitansConfig, {"variant": "mac"}, (166565184, 484018304, 1035094656, 1420872112)),
     (memzoo.TitansConfig, {"variant": "mag"}, (159487296, 458852480, 978471552, 1345374640)),
     (memzoo.TitansConfig, {"variant": "mal"}, (173625216, 509136512, 1091646336, 1496300464)),
+    (memzoo.OmegaNetConfig, {}, (147157824, 413390336, 872528640, 1200799360)),
+    (memzoo.AtlasConfig, {}, (147305472, 413783936, 873118848, 1201094416)),
+    (memzoo.AtlasConfig, {"memory": "gated_mlp"}, (150402048, 423614336, 892583040, 1244151568)),
+    (memzoo.DLAConfig, {}, (145166016, 408079616, 864563712, 1194015520)),
     (memzoo.RetNetConfig, {}, (162418560, 469815296, 1004353536, 1343835136)),
     (memzoo.DeltaNetConfig, {}, (134364480, 369838592, 778891008, 1042577920)),
     (memzoo.GatedDeltaNetConfig, {}, (148668384, 420564992, 892728960, 1193870368)),
     (memzoo.CombaConfig, {}, (148668768, 420565760, 892729728, 1193870656)),
     (memzoo.SWLAConfig, {}, (141737856, 395792000, 836694912, 1118665648)),
+    (memzoo.DeepTransformerConfig, {}, (141590208, 395398400, 836104704, 1118370592)),
+    (memzoo.SWDTConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
+    (memzoo.DotConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
 ]
 PRESETS = [

@@ -92,3 +92,58 @@ ACTIVATION: dict[str, Activation] = {
     "relu": Activation(F.relu, _pullback(_relu), _relu),
     "tanh": Activation(torch.tanh, _pullback(_tanh), _tanh),
 }
+
+
+class Units:
+    """The hidden units of a layer, `x = act(h)`, and what the backward of their inner gradient needs."""
+
+    def __init__(self, activation: str) -> None:
+        self.act = ACTIVATION[activation]
+
+    def value(self, h: Tensor) -> Tensor:
+        """`x`."""
+        return self.act.value(h)
+
+    def pullback(self, r: Tensor, h: Tensor) -> Tensor:
+        """From what comes back to `x` to what comes back to `h`."""
+        return self.act.pullback(r, h)
+
+    def slopes(self, h: Tensor) -> list[Tensor]:
+        """What the next two take of `h`."""
+        return self.act.derivatives(h, 2)[1:]
+
+    def pullback_backward(self, g: Tensor, r: Tensor, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Gradients of `r` and `h` from that of `pullback(r, h)`."""
+        slope, curvature = slopes
+        return g * slope, (g * r).mul_(curvature)
+
+    def add_pullback(self, d_h: Tensor, r: Tensor, slopes: list[Tensor]) -> None:
+        """Add `pullback(r, h)` to `d_h`."""
+        d_h.addcmul_(r, slopes[0])
+
+
+class GatedUnits(Units):
+    """`x_i = act(h_{2i}) h_{2i+1}`: two rows per unit, side by side, so that a block of units is a block of rows."""
+
+    def value(self, h: Tensor) -> Tensor:
+        return self.act.value(h[..., 0::2]) * h[..., 1::2]
+
+    def pullback(self, r: Tensor, h: Tensor) -> Tensor:
+        a, b = h[..., 0::2], h[..., 1::2]
+        return _pairs(self.act.pullback(r * b, a), r * self.act.value(a))
+
+    def slopes(self, h: Tensor) -> list[Tensor]:
+        return [*self.act.derivatives(h[..., 0::2], 2), h[..., 1::2]]
+
+    def pullback_backward(self, g: Tensor, r: Tensor, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
+        value, slope, curvature, b = slopes
+        g_a, g_b = g[..., 0::2], g[..., 1::2]
+        return g_a * b * slope + g_b * value, _pairs(r * (g_a * b * curvature + g_b * slope), r * g_a * slope)
+
+    def add_pullback(self, d_h: Tensor, r: Tensor, slopes: list[Tensor]) -> None:
+        value, slope, _, b = slopes
+        d_h.add_(_pairs(r * b * slope, r * value))
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([a, b], dim=-1).flatten(-2)

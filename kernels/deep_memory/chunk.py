@@ -3,18 +3,18 @@
 Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Nothing runs
 under autograd; each backward is written out below its forward.
 
-For layer l with inputs `x`, deltas `d` (C tokens) and the coefficients of `Coefficients`, a read and the next anchor
-are
+For layer l with inputs `x`, deltas `d` (R rows: the chunk's tokens, and those before it that a window reaches) and the
+coefficients of `Coefficients`, a read and the next anchor are
 
     y = keep (z W^T) + momentum_read (z S^T) - (z x^T * write) d
-    W' = keep_end W + momentum_read_end S - (d * write_end)^T x
+    W' = keep_end W + momentum_read_end S - (d * write_end)^T x        (under Muon: keep_end W + orthogonal_end NS(S'))
     S' = momentum_keep_end S - (d * momentum_write_end)^T x
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.deep_memory import block_of_unit
-from memzoo.kernels.deep_memory.activations import ACTIVATION
+from memzoo.kernels.deep_memory.activations import GatedUnits, Units
+from memzoo.kernels.newton_schulz.chunked import newton_schulz, value_and_pullback
 
 
 class Coefficients(NamedTuple):
@@ -33,7 +34,7 @@ class Coefficients(NamedTuple):
     momentum_read: Tensor
     """Of the anchor's momentum in `M_t`, `[M, C, E]`."""
     write: Tensor
-    """Of token i's gradient in `M_t`, `[M, C, C]`."""
+    """Of row i's gradient in `M_t`, `[M, C, R]`."""
     keep_end: Tensor
     """Of the anchor's weights in the next anchor's, `[M, E]`; 1 where the block stays closed."""
     momentum_read_end: Tensor
@@ -41,13 +42,20 @@ class Coefficients(NamedTuple):
     momentum_keep_end: Tensor
     """Of the anchor's momentum in the next anchor's, `[M, E]`."""
     momentum_write_end: Tensor
-    """Of token i's gradient in the next anchor's momentum, `[M, C]`."""
+    """Of row i's gradient in the next anchor's momentum, `[M, R]`."""
+    orthogonal_end: Tensor | None = None
+    """Of the next anchor's orthogonalised momentum in its weights, `[M, E]`; `None` but for Muon once a chunk."""
 
     def at(self, chunk: int, blocks: int) -> Coefficients:
         """Those of one chunk and of the first blocks."""
-        one = Coefficients(*(x[chunk] for x in self))
-        per_block = ("keep", "momentum_read", "keep_end", "momentum_read_end", "momentum_keep_end")
-        return one._replace(**{name: getattr(one, name)[..., :blocks] for name in per_block})
+        one = self.map(lambda x: x[chunk])
+        per_block = ("keep", "momentum_read", "keep_end", "momentum_read_end", "momentum_keep_end", "orthogonal_end")
+        given = {name: getattr(one, name) for name in per_block}
+        return one._replace(**{name: x[..., :blocks] for name, x in given.items() if x is not None})
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Coefficients:
+        """`f` of each that there is."""
+        return Coefficients(*(None if x is None else f(x) for x in self))  # type: ignore[arg-type]
 
     @property
     def write_end(self) -> Tensor:
@@ -60,23 +68,38 @@ class Network:
 
     Args:
         widths: key, hidden..., value widths.
+        gated: whether the first of two layers has two rows per hidden unit.
         activation: name of the activation.
-        residual: whether the input is added to the output.
+        residual: whether the input's first coordinates are added to the output.
+        objective: `"l2"` or `"dot"`.
         momentum: whether there is momentum.
         blocks: E.
         max_gradient_norm: bound of a token's inner gradient; infinity for none.
+        newton_schulz_steps: for Muon once a chunk; `None` for plain steps.
     """
 
     widths: tuple[int, ...]
+    gated: bool
     activation: str
     residual: bool
+    objective: str
     momentum: bool
     blocks: int
     max_gradient_norm: float
+    newton_schulz_steps: int | None = None
 
     @property
     def depth(self) -> int:
         return len(self.widths) - 1
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        """What each layer gives, before its activation."""
+        return tuple(2 * width if self.gated and at == 0 else width for at, width in enumerate(self.widths[1:]))
+
+    @property
+    def units(self) -> Units:
+        return (GatedUnits if self.gated else Units)(self.activation)
 
     def narrowed(self, open_blocks: int) -> Network:
         """The network of the first blocks alone: closed ones neither read nor write nor change.
@@ -95,7 +118,7 @@ class Network:
     def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
         """This network's part of weights and momentum `[M, out, in]` of a wider one."""
         layers = [*range(self.depth)] * (len(memory) // self.depth)
-        return [x[:, : self.widths[at + 1], : self.widths[at]] for x, at in zip(memory, layers, strict=True)]
+        return [x[:, : self.outs[at], : self.widths[at]] for x, at in zip(memory, layers, strict=True)]
 
     def of_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """This network's part of inputs and deltas `[M, C, units]` of a wider one."""
@@ -104,7 +127,7 @@ class Network:
     @property
     def row_widths(self) -> tuple[int, ...]:
         """Widths of a token's inputs, then deltas."""
-        return (*self.widths[:-1], *self.widths[1:])
+        return (*self.widths[:-1], *self.outs)
 
     def scales_inputs(self, layer: int) -> bool:
         """Whether a coefficient of a layer's weights multiplies its inputs (else its outputs).
@@ -112,7 +135,7 @@ class Network:
         It does where the capacity blocks are: the last layer's outputs are the read-out, which no block owns; a lone
         layer's blocks are key coordinates. A single block's coefficient takes the narrower side, which is cheaper.
         """
-        return layer == self.depth - 1 if self.blocks > 1 else self.widths[layer] <= self.widths[layer + 1]
+        return layer == self.depth - 1 if self.blocks > 1 else self.widths[layer] <= self.outs[layer]
 
     def is_between(self, layer: int) -> bool:
         """Whether a layer joins two hidden layers, so that both ends of a weight must be open."""
@@ -123,22 +146,25 @@ class Network:
         return self.blocks > 1 and (0 < position < self.depth or (self.depth == 1 and position == 0))
 
     def scale(self, x: Tensor, c: Tensor, position: int) -> Tensor:
-        """Units `x` `[..., units]` times their block's `c` `[..., E]`."""
-        width = self.widths[position]
+        """Units `x` `[..., units]` (or their rows) times their block's `c` `[..., E]`."""
         if self.blocks == 1:
             return x * c
-        if width % self.blocks == 0:
+        if self.widths[position] % self.blocks == 0:
             return (x.unflatten(-1, (self.blocks, -1)) * c[..., None]).flatten(-2)
-        return x * c[..., block_of_unit(width, self.blocks, x.device)]
+        return x * c[..., self._block_of(position, x.shape[-1], x.device)]
+
+    def _block_of(self, position: int, rows: int, device: torch.device) -> Tensor:
+        """The block of each unit at a position, or of each of its rows."""
+        width = self.widths[position]
+        return block_of_unit(width, self.blocks, device).repeat_interleave(rows // width)
 
     def per_block(self, x: Tensor, position: int) -> Tensor:
         """Sum over the units of each block, `[..., units]` to `[..., E]`."""
-        width = self.widths[position]
         if self.blocks == 1:
             return x.sum(-1, keepdim=True)
-        if width % self.blocks == 0:
+        if self.widths[position] % self.blocks == 0:
             return x.unflatten(-1, (self.blocks, -1)).sum(-1)
-        block = block_of_unit(width, self.blocks, x.device)
+        block = self._block_of(position, x.shape[-1], x.device)
         return x.new_zeros(*x.shape[:-1], self.blocks).index_add_(-1, block, x)
 
     def _block_between(self, layer: int, device: torch.device) -> Tensor:
@@ -152,7 +178,8 @@ class Network:
             return x[:, self._block_between(layer, x.device)]
         inputs = self.scales_inputs(layer)
         if self.blocks > 1:
-            x = x[:, block_of_unit(self.widths[layer if inputs else layer + 1], self.blocks, x.device)]
+            position, rows = (layer, self.widths[layer]) if inputs else (layer + 1, self.outs[layer])
+            x = x[:, self._block_of(position, rows, x.device)]
         return x[:, None, :] if inputs else x[:, :, None]
 
     def per_weight_block(self, a: Tensor, b: Tensor, layer: int) -> Tensor:
@@ -166,6 +193,14 @@ class Network:
         if self.scales_inputs(layer):
             return self.per_block(x.sum(1), layer)
         return self.per_block(x.sum(2), layer + 1)
+
+    def matrices(self, x: Tensor, layer: int) -> Tensor:
+        """The matrices of a layer `[M, out, in]`: two where it gates, `[M, 2, units, in]`."""
+        return x.unflatten(1, (-1, 2)).transpose(1, 2) if self.gated and layer == 0 else x
+
+    def layer_of(self, matrices: Tensor) -> Tensor:
+        """The inverse of `matrices`."""
+        return matrices.transpose(1, 2).flatten(1, 2) if matrices.ndim == 4 else matrices
 
 
 # A product with an anchor ----------------------------------------------------------------------------------------
@@ -261,19 +296,21 @@ class Inner(NamedTuple):
 def inner_gradients(
     network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None
 ) -> Inner:
-    """Layer inputs and deltas of `1/2 |M(k) - v|^2` at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
-    act = ACTIVATION[network.activation]
+    """Layer inputs and deltas of the inner loss at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
+    units = network.units
     inputs, hidden = [_masked(network, key, is_open, 0)], []
-    for layer, weight in enumerate(weights):
-        hidden.append(inputs[layer] @ weight.mT)
-        if layer < network.depth - 1:
-            inputs.append(_masked(network, act.value(hidden[layer]), is_open, layer + 1))
-    delta = hidden.pop().sub_(value)
-    deltas = [delta.add_(key) if network.residual else delta]
+    for layer in range(network.depth - 1):
+        hidden.append(inputs[layer] @ weights[layer].mT)
+        inputs.append(_masked(network, units.value(hidden[layer]), is_open, layer + 1))
+    if network.objective == "dot":
+        deltas = [-value]
+    else:
+        delta = (inputs[-1] @ weights[-1].mT).sub_(value)
+        deltas = [delta.add_(key[..., : delta.shape[-1]]) if network.residual else delta]
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, deltas[0] @ weights[layer])
-        deltas.insert(0, _masked(network, act.pullback(back[0], hidden[layer - 1]), is_open, layer))
+        deltas.insert(0, _masked(network, units.pullback(back[0], hidden[layer - 1]), is_open, layer))
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
         norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
@@ -311,26 +348,29 @@ def inner_backward(
     d_weights: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of key and value; those of the weights are added to `d_weights`."""
-    depth = network.depth
+    depth, units = network.depth, network.units
     _clip_backward(network, inner, d_inputs, d_deltas)
-    derivatives = [ACTIVATION[network.activation].derivatives(h, 2)[1:] for h in inner.hidden]
+    slopes = [units.slopes(h) for h in inner.hidden]
     d_hidden = []
     for layer in range(depth - 1):
         d_delta = _masked(network, d_deltas[layer], is_open, layer + 1)
-        slope, curvature = derivatives[layer]
-        d_back = d_delta * slope
-        d_hidden.append((d_delta * inner.back[layer]).mul_(curvature))
+        d_back, d_h = units.pullback_backward(d_delta, inner.back[layer], slopes[layer])
+        d_hidden.append(d_h)
         d_deltas[layer + 1] = torch.baddbmm(d_deltas[layer + 1], d_back, weights[layer + 1].mT)
         d_weights[layer + 1].baddbmm_(inner.unclipped[layer + 1].mT, d_back)
     d_error = d_deltas[-1]
     d_hidden.append(d_error)
     for layer in range(depth - 1, -1, -1):
-        d_weights[layer].baddbmm_(d_hidden[layer].mT, inner.inputs[layer])
-        d_x = torch.baddbmm(d_inputs[layer], d_hidden[layer], weights[layer])
+        d_x = d_inputs[layer]
+        if layer < depth - 1 or network.objective == "l2":  # the dot product's error does not see what the network says
+            d_weights[layer].baddbmm_(d_hidden[layer].mT, inner.inputs[layer])
+            d_x = torch.baddbmm(d_x, d_hidden[layer], weights[layer])
         d_x = _masked(network, d_x, is_open, layer)
         if layer > 0:
-            d_hidden[layer - 1].addcmul_(d_x, derivatives[layer - 1][0])
-    return (d_x + d_error if network.residual else d_x), -d_error
+            units.add_pullback(d_hidden[layer - 1], d_x, slopes[layer - 1])
+    if network.residual and network.objective == "l2":
+        d_x[..., : d_error.shape[-1]] += d_error
+    return d_x, -d_error
 
 
 def _masked(network: Network, x: Tensor, is_open: Tensor | None, position: int) -> Tensor:
@@ -360,7 +400,7 @@ def read(
     write: Tensor,
 ) -> tuple[Tensor, Read]:
     """`M_t(q_t)` for queries `[M, t, K]`."""
-    act = ACTIVATION[network.activation]
+    units = network.units
     z = query
     kept = Read([], [], [], [])
     for layer in range(network.depth):
@@ -372,8 +412,8 @@ def read(
         kept.plain.append(plain)
         if layer < network.depth - 1:
             kept.hidden.append(y)
-            z = act.value(y)
-    return (y.add_(query) if network.residual else y), kept
+            z = units.value(y)
+    return (y.add_(query[..., : y.shape[-1]]) if network.residual else y), kept
 
 
 def _pairs(
@@ -410,8 +450,10 @@ def read_backward(
         d_deltas[layer].baddbmm_((scores * c.write).mT, g, alpha=-1)
         d_inputs[layer].baddbmm_(d_scores.mT, z, alpha=-1)
         dz.baddbmm_(d_scores, inner.inputs[layer], alpha=-1)
-        g = ACTIVATION[network.activation].pullback(dz, kept.hidden[layer - 1]) if layer > 0 else dz
-    return g + d_output if network.residual else g
+        g = network.units.pullback(dz, kept.hidden[layer - 1]) if layer > 0 else dz
+    if network.residual:
+        g[..., : d_output.shape[-1]] += d_output
+    return g
 
 
 def advance(
@@ -425,15 +467,22 @@ def advance(
     momentum_keep: Tensor,
     write: Tensor,
     momentum_write: Tensor,
+    orthogonal: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The next anchor's weights and momentum, from the coefficients `[M, E]` and `[M, C]` at the chunk's end."""
+    """The next anchor's weights and momentum, from the coefficients `[M, E]` and `[M, R]` at the chunk's end."""
     new_weights, new_slots = [], []
     for layer in range(network.depth):
         weight = network.per_weight(keep, layer) * weights[layer]
         if network.momentum:
-            weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
             slot = network.per_weight(momentum_keep, layer) * slots[layer]
             new_slots.append(_write(slot, inputs[layer], deltas[layer], momentum_write))
+        if network.newton_schulz_steps is not None:
+            assert orthogonal is not None
+            update = newton_schulz(network.matrices(new_slots[layer], layer), network.newton_schulz_steps)
+            new_weights.append(weight.addcmul_(network.per_weight(orthogonal, layer), network.layer_of(update)))
+            continue
+        if network.momentum:
+            weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
         new_weights.append(_write(weight, inputs[layer], deltas[layer], write))
     return new_weights, new_slots
 
@@ -463,18 +512,47 @@ def advance_backward(
     for layer in range(network.depth):
         x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
         d_c.keep_end.add_(network.per_weight_block(dw, weights[layer], layer))
-        _write_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
+        if c.orthogonal_end is None:
+            _write_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
+        else:
+            _orthogonal_backward(network, layer, dw, d_new_slots[layer], slots[layer], inner, c, d_c)
         if network.momentum:
             ds = d_new_slots[layer]
-            d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
+            if c.orthogonal_end is None:
+                d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
             d_c.momentum_keep_end.add_(network.per_weight_block(ds, slots[layer], layer))
             _write_backward(
                 ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer]
             )
             ds.mul_(network.per_weight(c.momentum_keep_end, layer))
-            ds.addcmul_(network.per_weight(c.momentum_read_end, layer), dw)
+            if c.orthogonal_end is None:
+                ds.addcmul_(network.per_weight(c.momentum_read_end, layer), dw)
         dw.mul_(network.per_weight(c.keep_end, layer))
     return [*d_new_weights, *d_new_slots]
+
+
+def _orthogonal_backward(
+    network: Network,
+    layer: int,
+    dw: Tensor,
+    ds: Tensor,
+    slot: Tensor,
+    inner: Inner,
+    c: Coefficients,
+    d_c: Coefficients,
+) -> None:
+    """Backward of `orthogonal_end NS(S')`, `dw` being the gradient of the weights; adds to `ds`, that of `S'`."""
+    assert c.orthogonal_end is not None
+    assert d_c.orthogonal_end is not None
+    assert network.newton_schulz_steps is not None
+    slot = network.per_weight(c.momentum_keep_end, layer) * slot
+    slot = _write(slot, inner.inputs[layer], inner.deltas[layer], c.momentum_write_end)
+    d_update = network.per_weight(c.orthogonal_end, layer) * dw
+    update, d_slot = value_and_pullback(
+        network.matrices(slot, layer), network.newton_schulz_steps, network.matrices(d_update, layer)
+    )
+    d_c.orthogonal_end.add_(network.per_weight_block(dw, network.layer_of(update), layer))
+    ds.add_(network.layer_of(d_slot))
 
 
 def _write_backward(

@@ -6,6 +6,10 @@ the momentum, for `0 <= j <= t <= C`, and `H = A E`. Unrolling the recurrences o
     M_t = A(t, j) M_j + (H - A)(t, j) S_j - sum_{j<i<=t} H(t, i) step_i u_i
     S_t = E(t, j) S_j                     - sum_{j<i<=t} E(t, i) step_i u_i
 
+A window writes `sum_j g(i, j) u_{i-j}` for `u_i`, so that the coefficient of row `r` is `(H diag(step) B)(t, r)` with
+the band `B(i, r) = g(i, i - r)` over the chunk's rows and those before it (ATLAS section 3.3). With the step size
+outside of the momentum, `M_t = a M_{t-1} + step S_t`, replace H by `A diag(step) E` and the step inside by 1.
+
 With `u_i = d_i x_i^T` at the anchor, a read `M_t z_t` is two products with the anchor and one with the masked scores
 `(z_t . x_i) H(t, i) step_i` (Titans Eq 16-18 with every index restored). The anchor of a capacity block is its value
 when the block opens: for a block that opens after `o` of the chunk's tokens, j = o above, which is C while it stays
@@ -20,10 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
-from memzoo.kernels.deep_memory import DeepMemoryState
+from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
@@ -39,48 +44,67 @@ def deep_memory(
     state: DeepMemoryState,
     *,
     chunk_size: int,
+    window_gate: Tensor | None,
     activation: str,
     residual: bool,
+    objective: str,
+    muon: Muon | None,
     unlock: tuple[int, ...],
     max_gradient_norm: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, DeepMemoryState]:
     """See `memzoo.kernels.deep_memory.deep_memory`."""
+    every_token = muon is not None and muon.every == "token"
     network = Network(
-        widths=(state.weights[0].shape[-1], *(w.shape[-2] for w in state.weights)),
+        widths=(*(w.shape[-1] for w in state.weights), state.weights[-1].shape[-2]),
+        gated=is_gated(state.weights),
         activation=activation,
         residual=residual,
+        objective=objective,
         momentum=bool(state.momentum),
         blocks=len(unlock),
         max_gradient_norm=max_gradient_norm,
+        newton_schulz_steps=None if muon is None else muon.steps,
     )
-    inputs = (query, key, value, log_retention, log_momentum, step_size, *state.weights, *state.momentum)
+    memory = (*state.weights, *state.momentum)
+    inputs = (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable:
-        return _step(network, query, key, value, log_retention, log_momentum, step_size, state, unlock)
+    if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable and not every_token:
+        return _step(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
 
     grid = Grid.of(state, query.shape[1], chunk_size, lengths, unlock)
     if differentiable and grid.held is not None and grid.ends.full_from == 0:
         # A given state has a coefficient, and so a gradient, per block.
         grid = replace(grid, ends=grid.ends._replace(full_from=1))
-    coefficients, is_open, final = _coefficients(
+    coefficients, momenta, is_open, final = _coefficients(
         None if log_retention is None else grid.chunks(log_retention),
         None if log_momentum is None else grid.chunks(log_momentum),
-        grid.chunks(step_size),
+        grid.chunks(step_size if muon is None else torch.ones_like(step_size)),
+        None if muon is None else grid.chunks(step_size),
+        None if window_gate is None else grid.chunks(window_gate),
         state,
         grid,
         unlock,
     )
     tensors = Tensors(
         query=grid.chunks(query),
-        key=grid.chunks(key),
-        value=grid.chunks(value),
+        key=grid.rows(key, state.recent_keys),
+        value=grid.rows(value, state.recent_values),
         coefficients=coefficients,
         is_open=is_open,
-        memory=tuple(x.flatten(0, 1) for x in (*state.weights, *state.momentum)),
+        memory=tuple(x.flatten(0, 1) for x in memory),
         held=() if grid.held is None else tuple(x.flatten(0, 1) for x in (*state.inputs, *state.deltas)),
     )
-    if differentiable:
+    if every_token:
+        outputs, current = _per_token(network, grid, tensors, momenta, log_retention, step_size, state)
+        final = final._replace(
+            write=torch.zeros_like(final.write),
+            weight_keep=torch.zeros_like(final.weight_keep),
+            momentum_read=torch.zeros_like(final.momentum_read),
+            orthogonal_step=torch.zeros_like(final.orthogonal_step),
+            current=current,
+        )
+    elif differentiable:
         outputs = Walk.apply(network, grid.ends, *tensors.flat())
     else:
         outputs = walk(network, grid.ends, tensors)
@@ -92,8 +116,46 @@ def deep_memory(
         momentum=tuple(rest[depth : depth + slots]),
         inputs=tuple(rest[depth + slots : 2 * depth + slots]),
         deltas=tuple(rest[2 * depth + slots :]),
+        recent_keys=grid.recent(key, state.recent_keys),
+        recent_values=grid.recent(value, state.recent_values),
     )
     return grid.tokens(output), new_state
+
+
+def _per_token(
+    network: Network,
+    grid: Grid,
+    tensors: Tensors,
+    momenta: tuple[Tensor, Tensor],
+    log_retention: Tensor | None,
+    step_size: Tensor,
+    state: DeepMemoryState,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What a walk gives, and `M_t` `[B, H, out, in]`."""
+    retention = torch.zeros_like(step_size) if log_retention is None else log_retention
+    is_open = tensors.is_open
+    gates = per_token.Gates(
+        grid.chunks(retention).exp(),
+        grid.chunks(step_size),
+        *momenta,
+        None if is_open is None else is_open[:, :, state.halo :],
+    )
+    first, last = 0, grid.new
+    if grid.held is not None or grid.lengths is not None:
+        held = torch.zeros_like(state.position) if grid.held is None else grid.held
+        first = int(held.min())
+        last = int((held + (grid.new if grid.lengths is None else grid.lengths)).max())
+    starts = [first, *(at * grid.size for at in range(1, grid.count))]
+    bounds = [
+        (start - at * grid.size, max(start + 1, min(last, (at + 1) * grid.size)) - at * grid.size)
+        for at, start in enumerate(starts)
+    ]
+    rows = per_token.Rows(tensors.key, tensors.value, is_open)
+    before = tuple(x.flatten(0, 1) for x in state.current)
+    output, memory, factors, current = per_token.walk(
+        network, grid.ends, tensors.query, rows, gates, tensors.memory, tensors.held, before, bounds
+    )
+    return (output, *memory, *factors), tuple(x.unflatten(0, (grid.batch, grid.heads)) for x in current)
 
 
 @dataclass(frozen=True)
@@ -126,7 +188,9 @@ class Grid:
         if not state.inputs and lengths is None:  # no token read yet: all is known without looking at a tensor
             whole, rest = divmod(new, size)
             count = -(-new // size)
-            ends = Ends(open_blocks=_open_blocks(0, count, size, unlock), full_from=-(-unlock[-1] // size))
+            ends = Ends(
+                open_blocks=_open_blocks(0, count, size, unlock), full_from=-(-unlock[-1] // size), halo=state.halo
+            )
             if rest == 0:
                 return Grid(batch, heads, new, count, size, None, None, None, ends)
             done = torch.full_like(state.position, whole).repeat_interleave(heads)
@@ -149,26 +213,52 @@ class Grid:
             most=most // size,
             open_blocks=_open_blocks(latest, count, size, unlock),
             full_from=max(0, -(-(unlock[-1] - earliest) // size)),
+            halo=state.halo,
         )
         return Grid(batch, heads, new, count, size, held, lengths, total % size, ends)
 
     def chunks(self, x: Tensor) -> Tensor:
         """Tokens `[B, T, H, ...]` to chunks `[N, M, C, ...]`; zero where the grid has no new token."""
-        slots = self.count * self.size
-        if self.held is not None:
-            index = torch.arange(slots, device=x.device) - self.held[:, None]
-            real = (index >= 0) & (index < (self.new if self.lengths is None else self.lengths[:, None]))
-            index = index.clamp(0, self.new - 1)
-            x = torch.where(_like(real, x), x.gather(1, _like(index, x).expand(-1, -1, *x.shape[2:])), 0)
-        else:
-            if slots != self.new:
-                missing = x.new_zeros(x.shape[0], max(0, slots - self.new), *x.shape[2:])
-                x = torch.cat([x[:, :slots], missing], dim=1)
-            if self.lengths is not None:
-                real = torch.arange(slots, device=x.device) < self.lengths[:, None]
-                x = torch.where(_like(real, x), x, 0)
+        x = self._placed(x, 0)
         x = x.unflatten(1, (self.count, self.size)).movedim(0, 1).movedim(3, 2)  # [N, B, H, C, ...]
         return x.flatten(1, 2)
+
+    def rows(self, x: Tensor, recent: Tensor) -> Tensor:
+        """Tokens `[B, T, H, D]` and those before them `[B, H, R - C, D]` to the rows of chunks, `[N, M, R, D]`."""
+        halo = recent.shape[2]
+        if halo == 0:
+            return self.chunks(x)
+        x = self._placed(torch.cat([recent.movedim(1, 2), x], dim=1), halo)
+        rows = x.unfold(1, halo + self.size, self.size)  # [B, N, H, D, R]
+        return rows.movedim(1, 0).movedim(4, 3).flatten(1, 2)
+
+    def recent(self, x: Tensor, recent: Tensor) -> Tensor:
+        """The last tokens of each row, `[B, H, R - C, D]`."""
+        halo = recent.shape[2]
+        if halo == 0:
+            return recent
+        x = torch.cat([recent, x.movedim(1, 2)], dim=2)
+        if self.lengths is None:
+            return x[:, :, self.new :].clone()
+        index = self.lengths[:, None] + torch.arange(halo, device=x.device)
+        return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def _placed(self, x: Tensor, halo: int) -> Tensor:
+        """Tokens `[B, halo + T, H, ...]`, of which `halo` are older, where they stand on the grid, `[B, halo + N C, H,
+        ...]`; zero where it has none."""
+        slots, tokens = halo + self.count * self.size, halo + self.new
+        if self.held is not None:
+            index = torch.arange(slots, device=x.device) - self.held[:, None]
+            real = (index >= 0) & (index < (tokens if self.lengths is None else halo + self.lengths[:, None]))
+            index = index.clamp(0, tokens - 1)
+            return torch.where(_like(real, x), x.gather(1, _like(index, x).expand(-1, -1, *x.shape[2:])), 0)
+        if slots != tokens:
+            missing = x.new_zeros(x.shape[0], max(0, slots - tokens), *x.shape[2:])
+            x = torch.cat([x[:, :slots], missing], dim=1)
+        if self.lengths is not None:
+            real = torch.arange(slots, device=x.device) < halo + self.lengths[:, None]
+            x = torch.where(_like(real, x), x, 0)
+        return x
 
     def tokens(self, y: Tensor) -> Tensor:
         """Chunks `[N, M, C, V]` to tokens `[B, T, H, V]`."""
@@ -195,27 +285,36 @@ def _like(x: Tensor, other: Tensor) -> Tensor:
 def _coefficients(
     log_retention: Tensor | None,
     log_momentum: Tensor | None,
-    step_size: Tensor,
+    inner_step: Tensor,
+    outer_step: Tensor | None,
+    window_gate: Tensor | None,
     state: DeepMemoryState,
     grid: Grid,
     unlock: tuple[int, ...],
-) -> tuple[Coefficients, Tensor | None, DeepMemoryState]:
-    """All chunks' coefficients, the open blocks, and the final state but for its weights, momentum and rows.
+) -> tuple[Coefficients, tuple[Tensor, Tensor], Tensor | None, DeepMemoryState]:
+    """All chunks' coefficients, those of `S_t` at every token (of the anchor's momentum, of each row), which row's
+    gradient sees which block, and the final state but for its weights, momentum and rows.
 
-    `t` counts the tokens read since the chunk's start, 0 to C; gates are `[N, M, C]`.
+    `t` counts the tokens read since the chunk's start, 0 to C; gates are `[N, M, C]`, those of a window `[N, M, C, c]`.
     """
-    size, heads = grid.size, grid.heads
+    size, heads, halo = grid.size, grid.heads, state.halo
     keep = interval_products(
-        torch.zeros_like(step_size) if log_retention is None else log_retention
+        torch.zeros_like(inner_step) if log_retention is None else log_retention
     )  # A(t, j), [N, M, 1+C, 1+C]
+    weighted = keep if outer_step is None else keep * F.pad(outer_step, (1, 0))[..., None, :]
     if log_momentum is None:
-        slot = torch.eye(1 + size, dtype=step_size.dtype, device=step_size.device).expand_as(keep)
-        both = keep
+        slot = torch.eye(1 + size, dtype=inner_step.dtype, device=inner_step.device).expand_as(keep)
+        both = weighted
     else:
         slot = interval_products(log_momentum)  # E
-        both = keep @ slot  # H
-    write = both[..., 1:] * step_size[..., None, :]
-    momentum_write = slot[..., 1:] * step_size[..., None, :]
+        both = weighted @ slot  # H
+    if window_gate is not None and window_gate.shape[-1] == 1:
+        inner_step, window_gate = inner_step * window_gate[..., 0], None
+    write = both[..., 1:] * inner_step[..., None, :]
+    momentum_write = slot[..., 1:] * inner_step[..., None, :]
+    if window_gate is not None:
+        band = _band(window_gate, halo)
+        write, momentum_write = write @ band, momentum_write @ band
 
     # o: the tokens of a chunk before each block opens; r: the tokens that the first chunk already holds.
     start = state.position if grid.held is None else state.position - grid.held
@@ -229,11 +328,11 @@ def _coefficients(
         held = torch.where(first, grid.ends.held, 0)  # [N, M]
         origin = torch.maximum(opens, held[..., None])
     if len(unlock) == 1 and grid.held is None:
-        from_keep, from_both, from_slot = keep[..., :1], (both - keep)[..., :1], slot[..., :1]
+        from_keep, from_both, from_slot = keep[..., :1], (both - weighted)[..., :1], slot[..., :1]
     else:
         index = origin[:, :, None, :].expand(-1, -1, 1 + size, -1)
         closed = token < index
-        from_keep, from_both, from_slot = (x.gather(-1, index) for x in (keep, both - keep, slot))
+        from_keep, from_both, from_slot = (x.gather(-1, index) for x in (keep, both - weighted, slot))
         from_keep, from_slot = torch.where(closed, 1, from_keep), torch.where(closed, 1, from_slot)
     anchor_keep, anchor_read, anchor_slot = from_keep, from_both, from_slot
     if grid.ends.held is not None:
@@ -245,7 +344,7 @@ def _coefficients(
         anchor_read = from_keep * begun_read + from_both * begun_slot
         anchor_slot = from_slot * begun_slot
         index = held[:, :, None, None].expand(-1, -1, 1 + size, 1)
-        held_keep, held_both, held_slot = (x.gather(-1, index) for x in (keep, both - keep, slot))
+        held_keep, held_both, held_slot = (x.gather(-1, index) for x in (keep, both - weighted, slot))
         begun_write, begun_momentum = (
             torch.where(first[..., None, None], x.flatten(0, 1)[:, None], 0.0)
             for x in (state.write, state.momentum_write)
@@ -253,18 +352,33 @@ def _coefficients(
         write = write + held_keep * begun_write + held_both * begun_momentum
         momentum_write = momentum_write + held_slot * begun_momentum
 
+    orthogonal = None
+    if outer_step is not None:  # sum over n = j+1..t of A(t, n) step_n
+        sums = F.pad(weighted, (0, 1)).flip(-1).cumsum(-1).flip(-1)[..., 1:]
+        orthogonal = sums.gather(-1, origin[:, :, None, :].expand(-1, -1, 1 + size, -1))
+        if grid.ends.held is not None:
+            begun_step = torch.where(first[..., None, None], state.orthogonal_step.flatten(0, 1)[:, None], 0.0)
+            orthogonal = orthogonal + from_keep * begun_step
+
     final = state._replace(
         position=state.position + (grid.new if grid.lengths is None else grid.lengths),
         write=_at_end(write, grid, 0.0),
-        momentum_write=_at_end(momentum_write, grid, 0.0),
+        momentum_write=torch.zeros_like(state.momentum_write),
         weight_keep=_at_end(anchor_keep, grid, 1.0),
         momentum_read=_at_end(anchor_read, grid, 0.0),
-        momentum_keep=_at_end(anchor_slot, grid, 1.0),
+        momentum_keep=torch.zeros_like(state.momentum_keep),
     )
+    if log_momentum is not None:
+        final = final._replace(
+            momentum_write=_at_end(momentum_write, grid, 0.0), momentum_keep=_at_end(anchor_slot, grid, 1.0)
+        )
+    if orthogonal is not None:
+        final = final._replace(orthogonal_step=_at_end(orthogonal, grid, 0.0))
     reads_keep, reads_momentum, is_open = anchor_keep[:, :, 1:], anchor_read[:, :, 1:], None
     if len(unlock) > 1:
-        is_open = (token[1:] > opens[:, :, None]).to(step_size.dtype)  # [N, M, C, E]
+        is_open = (token[1:] > opens[:, :, None]).to(inner_step.dtype)  # [N, M, C, E]
         reads_keep, reads_momentum = reads_keep * is_open, reads_momentum * is_open
+        is_open = torch.cat([is_open[:, :, :1].expand(-1, -1, halo, -1), is_open], dim=2)
     coefficients = Coefficients(
         keep=reads_keep,
         momentum_read=reads_momentum,
@@ -273,8 +387,17 @@ def _coefficients(
         momentum_read_end=anchor_read[:, :, -1],
         momentum_keep_end=anchor_slot[:, :, -1],
         momentum_write_end=momentum_write[:, :, -1],
+        orthogonal_end=None if orthogonal is None else orthogonal[:, :, -1],
     )
-    return coefficients, is_open, final
+    return coefficients, (anchor_slot[:, :, 1:], momentum_write[:, :, 1:]), is_open, final
+
+
+def _band(window_gate: Tensor, halo: int) -> Tensor:
+    """`B(i, r)`, the weight of row r's gradient in token i's write, `[N, M, C, c]` to `[N, M, C, R]`."""
+    size, window = window_gate.shape[-2:]
+    # Each token's gates, oldest first, one column further than those of the token before.
+    rows = F.pad(window_gate.flip(-1), (0, size)).flatten(-2)[..., : size * (window - 1 + size)]
+    return rows.unflatten(-1, (size, -1))[..., window - 1 - halo :]
 
 
 def _at_end(x: Tensor, grid: Grid, fresh: float) -> Tensor:
@@ -298,6 +421,7 @@ def _step(
     log_retention: Tensor | None,
     log_momentum: Tensor | None,
     step_size: Tensor,
+    window_gate: Tensor | None,
     state: DeepMemoryState,
     unlock: tuple[int, ...],
 ) -> tuple[Tensor, DeepMemoryState]:
@@ -306,12 +430,15 @@ def _step(
     The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
     A step is bound by the number of torch calls, so it makes few.
     """
-    batch, heads, size = state.write.shape
+    batch, heads, _ = state.write.shape
+    halo, has_muon = state.halo, network.newton_schulz_steps is not None
+    size = state.write.shape[2] - halo
     q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))  # [M, 1, D]
     step, retention, momentum = (
         None if gate is None else gate.reshape(batch, heads, 1)
         for gate in (step_size, _exp(log_retention), _exp(log_momentum))
     )
+    assert step is not None
     weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
     is_open = opened = None
     if network.blocks > 1:
@@ -320,51 +447,68 @@ def _step(
 
     inner = inner_gradients(network, weights, k, v, opened)
     row = state.position % size
-    at = row[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
+    at = (row if halo == 0 else row + halo)[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
     index = at.reshape(-1, 1, 1)
     factors, rows = [_writable(x) for x in (*state.inputs, *state.deltas)], []
     for x, new in zip(factors, (*inner.inputs, *inner.deltas), strict=True):
         rows.append(x.flatten(0, 1).scatter_(1, index.expand(-1, 1, new.shape[2]), new))
+    recent = [state.recent_keys, state.recent_values]
+    if halo > 0:
+        starts = row == 0
+        if bool(starts.any()):  # the tokens before the chunk, at its anchor
+            pairs = inner_gradients(network, weights, recent[0].flatten(0, 1), recent[1].flatten(0, 1), opened)
+            begins = starts.repeat_interleave(heads)[:, None, None]
+            for x, new in zip(rows, (*pairs.inputs, *pairs.deltas), strict=True):
+                x[:, :halo] = torch.where(begins, new, x[:, :halo])
+        recent = [
+            torch.cat([x[:, :, 1:], new.movedim(1, 2)], dim=2) for x, new in zip(recent, (key, value), strict=True)
+        ]
     inputs, deltas = rows[: network.depth], rows[network.depth :]
 
-    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[B, H, C]` and `[B, H, E]`.
-    before = state.weight_keep, state.momentum_read, state.momentum_keep
-    keep, momentum_read, momentum_keep = before
+    # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[B, H, R]` and `[B, H, E]`. Under
+    # Muon l multiplies S_t instead.
+    before = state.weight_keep, state.momentum_read, state.momentum_keep, state.orthogonal_step
+    keep, momentum_read, momentum_keep, orthogonal = before
+    momentum_write = torch.zeros_like(state.write) if momentum is None else momentum * state.momentum_write
+    momentum_write = _add_window(momentum_write, at, torch.ones_like(step) if has_muon else step, window_gate)
+    written = step * momentum_write if has_muon else momentum_write
     if momentum is None:
-        momentum_write = torch.zeros_like(state.momentum_write).scatter_(2, at, step)  # type: ignore[arg-type]
+        momentum_write = state.momentum_write
     else:
-        momentum_write = (momentum * state.momentum_write).scatter_(2, at, step)  # type: ignore[arg-type]
         momentum_keep = momentum * momentum_keep
-        momentum_read = momentum_keep + (momentum_read if retention is None else retention * momentum_read)
+        added = step * momentum_keep if has_muon else momentum_keep
+        momentum_read = added + (momentum_read if retention is None else retention * momentum_read)
+    if has_muon:
+        orthogonal = step + (orthogonal if retention is None else retention * orthogonal)
     if retention is None:
-        write = state.write + momentum_write
+        write = state.write + written
     else:
-        write, keep = torch.addcmul(momentum_write, retention, state.write), retention * keep
+        write, keep = torch.addcmul(written, retention, state.write), retention * keep
     reads = keep, momentum_read
     if is_open is not None:
         mask = is_open[:, None]
         reads = keep * mask, momentum_read * mask
-        keep, momentum_read, momentum_keep = (
-            torch.where(mask, new, old) for new, old in zip((keep, momentum_read, momentum_keep), before, strict=True)
+        keep, momentum_read, momentum_keep, orthogonal = (
+            torch.where(mask, new, old)
+            for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), before, strict=True)
         )
 
     output, _ = read(network, q, weights, slots, inputs, deltas, *(x.flatten(0, 1)[:, None] for x in (*reads, write)))
-    coefficients: tuple[Tensor, ...] = (write, momentum_write, keep, momentum_read, momentum_keep)
+    coefficients: tuple[Tensor, ...] = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
     memory = (*state.weights, *state.momentum)
     is_done = row == size - 1
     if bool(is_done.any()):
-        c = (x.flatten(0, 1) for x in (keep, momentum_read, momentum_keep, write, momentum_write))
+        c = (x.flatten(0, 1) for x in (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal))
         advanced = advance(network, weights, slots, inputs, deltas, *c)
         done = is_done[:, None, None]
         memory = tuple(
             torch.where(done[..., None], new.view_as(old), old)
             for new, old in zip((*advanced[0], *advanced[1]), memory, strict=True)
         )
-        coefficients = tuple(
-            torch.where(done, fresh, x) for fresh, x in zip((0.0, 0.0, 1.0, 0.0, 1.0), coefficients, strict=True)
-        )
+        fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
+        coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
     depth = network.depth
-    write, momentum_write, keep, momentum_read, momentum_keep = coefficients
+    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = coefficients
     state = DeepMemoryState(
         weights=memory[:depth],
         momentum=memory[depth:],
@@ -375,6 +519,10 @@ def _step(
         weight_keep=keep,
         momentum_read=momentum_read,
         momentum_keep=momentum_keep,
+        orthogonal_step=orthogonal,
+        current=(),
+        recent_keys=recent[0],
+        recent_values=recent[1],
         position=state.position + 1,
     )
     return output.reshape(batch, 1, heads, -1), state
@@ -382,6 +530,16 @@ def _step(
 
 def _exp(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.exp()
+
+
+def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
+    """`write` `[B, H, R]` with `step` `[B, H, 1]` times a token's gates added to its row `at` `[B, H, 1]` and those
+    before it."""
+    if window_gate is None:
+        return write.scatter_(2, at, step)
+    gates = step * window_gate[:, 0]  # [B, H, c]
+    rows = at - torch.arange(gates.shape[2], device=at.device)
+    return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
 
 
 def _writable(x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memzoo.kernels.deep_memory import block_of_unit
-from memzoo.kernels.deep_memory.activations import ACTIVATION
+from memzoo.kernels.deep_memory import block_of_unit, is_gated
+from memzoo.kernels.deep_memory.activations import GatedUnits, Units
 
 
 def retrieve(
@@ -33,7 +33,8 @@ def retrieve(
 
     Cost: P multiply-adds per token and head.
     """
-    act, depth, dtype = ACTIVATION[activation], len(weights), weights[0].dtype
+    units = (GatedUnits if is_gated(weights) else Units)(activation)
+    depth, dtype = len(weights), weights[0].dtype
     with torch.autocast(query.device.type, enabled=False):
         q = query.to(dtype).movedim(2, 1)
         token = position[:, None] + torch.arange(query.shape[1], device=query.device)
@@ -46,6 +47,6 @@ def retrieve(
         for layer, weight in enumerate(weights):
             x = x @ weight.mT
             if layer < depth - 1:
-                x = mask(act.value(x))
-        y = x + q if residual else x
+                x = mask(units.value(x))
+        y = x + q[..., : x.shape[-1]] if residual else x
     return y.movedim(1, 2).to(query.dtype)

@@ -40,12 +40,15 @@ class Ends(NamedTuple):
     """For each chunk the blocks that any row sees in it; empty: all."""
     full_from: int = 0
     """First chunk before whose start all blocks were open, for every row."""
+    halo: int = 0
+    """Rows of tokens before a chunk; a chunk that holds tokens holds these, too."""
 
-    def is_held(self, chunk: int, size: int) -> Tensor | None:
-        """`[M, C, 1]`, or `None` for nowhere."""
+    def is_held(self, chunk: int, rows: int) -> Tensor | None:
+        """`[M, R, 1]`, or `None` for nowhere."""
         if self.held is None or chunk > 0:
             return None
-        return (torch.arange(size, device=self.held.device) < self.held[:, None])[..., None]
+        held = self.held if self.halo == 0 else torch.where(self.held > 0, self.halo + self.held, 0)
+        return (torch.arange(rows, device=self.held.device) < held[:, None])[..., None]
 
     def is_done(self, chunk: int) -> Tensor | bool:
         """Whether the rows complete the chunk: `[M, 1, 1]`, or one answer for all."""
@@ -64,11 +67,14 @@ class Tensors(NamedTuple):
     """The inputs of a walk."""
 
     query: Tensor
+    """`[N, M, C, K]`."""
     key: Tensor
+    """Of each row of a chunk's factors, `[N, M, R, K]`."""
     value: Tensor
+    """`[N, M, R, V]`."""
     coefficients: Coefficients
     is_open: Tensor | None
-    """Whether each token sees each block, `[N, M, C, E]`, 0 or 1; `None` for one block."""
+    """Whether each row's gradient sees each block, `[N, M, R, E]`, 0 or 1; `None` for one block."""
     memory: tuple[Tensor, ...]
     """Weights, then momentum, at the first anchor."""
     held: tuple[Tensor, ...]
@@ -81,8 +87,8 @@ class Tensors(NamedTuple):
     def of(network: Network, flat: Sequence[Any]) -> Tensors:
         query, key, value, *rest = flat
         states = network.depth * (2 if network.momentum else 1)
-        memory = tuple(rest[8 : 8 + states])
-        return Tensors(query, key, value, Coefficients(*rest[:7]), rest[7], memory, tuple(rest[8 + states :]))
+        memory = tuple(rest[9 : 9 + states])
+        return Tensors(query, key, value, Coefficients(*rest[:8]), rest[8], memory, tuple(rest[9 + states :]))
 
 
 class Chunk(NamedTuple):
@@ -96,7 +102,7 @@ class Chunk(NamedTuple):
     is_open: Tensor | None
     held: list[Tensor]
     is_held: Tensor | None
-    """Which tokens the chunk already holds, `[M, C, 1]`; `None` for none."""
+    """Which rows the chunk already holds, `[M, R, 1]`; `None` for none."""
 
     @staticmethod
     def of(network: Network, ends: Ends, tensors: Tensors, at: int) -> Chunk:
@@ -129,9 +135,9 @@ def walk(
     Appends the memory at each chunk's start to `starts` when given.
     """
     depth, memory = network.depth, tensors.memory
-    count, rows, size = tensors.key.shape[:3]
+    count, rows, size = tensors.query.shape[:3]
     output = tensors.value.new_empty(count, rows, size, network.widths[-1])
-    factors = [output.new_zeros(rows, size, width) for width in network.row_widths]
+    factors = [output.new_zeros(rows, tensors.key.shape[2], width) for width in network.row_widths]
     for at in range(count):
         if starts is not None:
             starts.append(memory)
@@ -145,7 +151,7 @@ def walk(
         is_done, is_running = ends.is_done(at), ends.is_running(at)
         if is_done is not False:
             c_end = (c.keep_end, c.momentum_read_end, c.momentum_keep_end, c.write_end, c.momentum_write_end)
-            new_weights, new_slots = advance(part, weights, slots, inner.inputs, inner.deltas, *c_end)
+            new_weights, new_slots = advance(part, weights, slots, inner.inputs, inner.deltas, *c_end, c.orthogonal_end)
             new = [*new_weights, *new_slots]
             if isinstance(is_done, Tensor):
                 new = [torch.where(is_done, x, old) for x, old in zip(new, anchor, strict=True)]
@@ -192,7 +198,7 @@ class Walk(torch.autograd.Function):
         d_output, d_factors = gradients[0], gradients[1 + states :]
         d_memory = tuple(x.clone() for x in gradients[1 : 1 + states])  # the walk changes them
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
-        d_coefficients = Coefficients(*(torch.zeros_like(x) for x in tensors.coefficients))
+        d_coefficients = tensors.coefficients.map(torch.zeros_like)
         d_held: list[Tensor] = []
         with torch.autocast(d_output.device.type, enabled=False):
             for at in reversed(range(tensors.key.shape[0])):

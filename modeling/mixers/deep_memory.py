@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from memzoo.kernels.blocked import blocked
-from memzoo.kernels.deep_memory import DeepMemoryState, deep_memory, initial_state
+from memzoo.kernels.deep_memory import DeepMemoryState, Muon, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
 from memzoo.kernels.registry import cast
 from memzoo.kernels.short_conv import short_conv
 from memzoo.modeling.capacity import CapacitySchedule
+from memzoo.modeling.mixers.features import feature_map, unit_length, widened
 
 
 class MemoryState(NamedTuple):
@@ -68,56 +67,24 @@ class InnerGates(nn.Linear):
         return widened(super().forward(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
 
 
-def unit_length(x: Tensor, eps: float = 0.0) -> Tensor:
-    """`x / max(|x|, 1e-6)`, or `x / sqrt(|x|^2 + eps)`, over the last dimension, in float32 or wider (float16 has no
-    1e-6)."""
-    return blocked(partial(_unit_length, eps=eps), x)
-
-
-def _unit_length(x: Tensor, eps: float) -> Tensor:
-    x = widened(x)
-    if eps:
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-    return _Unit.apply(x)
-
-
-class _Unit(torch.autograd.Function):
-    """`y = x / max(|x|, 1e-6)`; `dx = (dy - y (y . dy)) / |x|`, a third of the passes of autograd's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)
-        y = x / norm
-        ctx.save_for_backward(y, norm)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> Tensor:
-        y, norm = ctx.saved_tensors
-        along = (y * d_y).sum(-1, keepdim=True)
-        return torch.addcmul(d_y, y, torch.where(norm > 1e-6, along, 0), value=-1).div_(norm)
-
-
-def widened(x: Tensor) -> Tensor:
-    """`x` in float32 or wider."""
-    return cast(x, torch.promote_types(x.dtype, torch.float32))
-
-
 class InitialWeights(nn.Module):
     """`W_0`, learned by the outer loop: the memory before the first token.
 
     Source: TNT (arXiv 2511.07343), Eq 6, for a learned initial memory; Titans is silent. The last layer of a deep
     memory starts small and a matrix memory at zero, never all layers at zero, where no inner gradient could flow.
+
+    Args:
+        heads: heads.
+        widths: of keys, hidden layers and values.
+        gated: whether the first layer has two rows per hidden unit.
     """
 
-    def __init__(self, heads: int, widths: list[int]) -> None:
+    def __init__(self, heads: int, widths: list[int], gated: bool) -> None:
         super().__init__()
         self.depth = len(widths) - 1
         for layer in range(self.depth):
-            self.register_parameter(
-                f"layer_{layer}", nn.Parameter(torch.empty(heads, widths[layer + 1], widths[layer]))
-            )
+            rows = widths[layer + 1] * (2 if gated and layer == 0 else 1)
+            self.register_parameter(f"layer_{layer}", nn.Parameter(torch.empty(heads, rows, widths[layer])))
 
     def init_weights(self) -> None:
         for layer, weight in enumerate(self()):
@@ -131,14 +98,15 @@ class InitialWeights(nn.Module):
 class DeepMemory(nn.Module):
     """A deep memory per head, from hidden states to read-outs.
 
-        q, k, v = SiLU(conv(x W_Q, x W_K, x W_V)),  q and k scaled to unit length
+        q, k, v = SiLU(conv(x W_Q, x W_K, x W_V)),  q and k scaled to unit length, then mapped to their features
         y_t = M_t(q_t),  M_t as in `memzoo.kernels.deep_memory`
 
-    Source: Titans (arXiv 2501.00663), section 3.1 and 4.4. Deviations: gates are one scalar per head and token, each a
-    sigmoid of a linear map (the paper leaves the map open); the initial memory is learned.
+    Source: Titans (arXiv 2501.00663), section 3.1 and 4.4; ATLAS (arXiv 2505.23735), section 3, for window, features
+    and Muon. Deviations: gates are one scalar per head and token (and lag, of which the mean over the window is taken),
+    each a sigmoid of a linear map (the papers leave the map open); the initial memory is learned.
 
     Args:
-        config: a `TitansConfig` or another with its memory fields.
+        config: a `DeepMemoryConfig`.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -147,6 +115,9 @@ class DeepMemory(nn.Module):
         hidden = [head_dim * config.memory_expansion] * (config.memory_depth - 1)
         self.heads = heads
         self.chunk_size = config.chunk_size
+        self.window, self.halo = config.window, config.window - 1 if config.window_halo else 0
+        self.objective = config.objective
+        self.muon = Muon(config.newton_schulz_steps, config.muon_every) if config.use_muon else None
         self.activation = config.memory_activation
         self.residual = config.memory_residual
         self.max_step_size = config.max_step_size
@@ -161,8 +132,13 @@ class DeepMemory(nn.Module):
             ranges.append((0.5, 0.5))
         if self.use_retention:
             ranges.append((1e-3, 1e-1))
+        if self.window > 1:
+            ranges += [(0.88, 0.88), *[(0.5, 0.5)] * (self.window - 1)]
         self.gates = InnerGates(width, heads, ranges)
-        self.initial_weights = InitialWeights(heads, [head_dim, *hidden, head_dim])
+        self.features = feature_map(config)
+        self.initial_weights = InitialWeights(
+            heads, [self.features.width, *hidden, head_dim], gated=config.memory == "gated_mlp"
+        )
 
     def forward(self, x: Tensor, state: MemoryState, lengths: Tensor | None) -> tuple[Tensor, MemoryState]:
         """Read new tokens into the memory.
@@ -183,33 +159,40 @@ class DeepMemory(nn.Module):
         and the capacity schedule count real tokens only. Returns their read-outs `[P, D]` and the state of `batch`
         rows.
         """
-        blocks, has_momentum = self.schedule.blocks, self.use_momentum
+        blocks = self.schedule.blocks
         dtype = torch.promote_types(like.dtype, torch.float32)
         # Copies: a cached state must not change when the optimizer moves the parameters.
         weights = [w.to(dtype, copy=True) for w in self.initial_weights()]
         if persistent is None or persistent.shape[0] == 0:
             tail = like.new_zeros(batch, self.conv.weight.shape[1] - 1, self.conv.weight.shape[0])
-            memory = initial_state(weights, batch, chunk_size=self.chunk_size, blocks=blocks, momentum=has_momentum)
-            return None, MemoryState(tail, memory)
+            return None, MemoryState(tail, self._initial(weights, batch, self.chunk_size))
         count = persistent.shape[0]
         _, fresh = self.begin(1, like)
-        fresh = fresh._replace(memory=initial_state(weights, 1, chunk_size=count, blocks=blocks, momentum=has_momentum))
+        fresh = fresh._replace(memory=self._initial(weights, 1, count))
         unlock = (0, *[count] * (blocks - 1))
         output, written = self._read(persistent[None], fresh, None, count, unlock)
-        memory = initial_state(
-            [w[0] for w in written.memory.weights],
-            batch,
-            chunk_size=self.chunk_size,
-            blocks=blocks,
-            momentum=has_momentum,
-        )._replace(momentum=tuple(s.expand(batch, -1, -1, -1) for s in written.memory.momentum))
+        memory = self._initial([w[0] for w in written.memory.weights], batch, self.chunk_size)._replace(
+            momentum=tuple(s.expand(batch, -1, -1, -1) for s in written.memory.momentum),
+            recent_keys=written.memory.recent_keys.expand(batch, -1, -1, -1),
+            recent_values=written.memory.recent_values.expand(batch, -1, -1, -1),
+        )
         return output[0], MemoryState(written.conv_tail.expand(batch, -1, -1), memory)
+
+    def _initial(self, weights: list[Tensor], batch: int, chunk_size: int) -> DeepMemoryState:
+        return initial_state(
+            weights,
+            batch,
+            chunk_size=chunk_size,
+            blocks=self.schedule.blocks,
+            momentum=self.use_momentum,
+            halo=self.halo,
+        )
 
     def retrieve(self, x: Tensor, weights: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
         """`M(q)` for `q = x query`, read at fixed `weights` without writing, `[B, L, D]` to `[B, L, D]`."""
         q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
         y = retrieve(
-            unit_length(q),
+            self.features(unit_length(q)),
             weights,
             position,
             activation=self.activation,
@@ -224,22 +207,29 @@ class DeepMemory(nn.Module):
         projected = self.qkv_proj(x)
         streams, tail = self.conv(projected, cast(state.conv_tail, projected.dtype), lengths)
         streams = streams.unflatten(-1, (3, self.heads, -1))
-        (q, k), v = unit_length(streams[:, :, :2]).unbind(2), streams[:, :, 2]
-        step_size, *decays = self.gates(x)
+        (q, k), v = self.features(unit_length(streams[:, :, :2])).unbind(2), streams[:, :, 2]
+        step_size, *gates = self.gates(x)
         output, memory = deep_memory(
             q,
             k,
             v,
-            F.logsigmoid(-decays[-1]) if self.use_retention else None,
-            F.logsigmoid(decays[0]) if self.use_momentum else None,
+            F.logsigmoid(-gates[1 if self.use_momentum else 0]) if self.use_retention else None,
+            F.logsigmoid(gates[0]) if self.use_momentum else None,
             self.max_step_size * torch.sigmoid(step_size),
             state.memory,
             chunk_size=chunk_size,
+            window_gate=None if self.window == 1 else self._window_gate(gates[-self.window :]),
             activation=self.activation,
             residual=self.residual,
+            objective=self.objective,
+            muon=self.muon,
             unlock=unlock,
             max_gradient_norm=self.max_gradient_norm,
             lengths=lengths,
             backend=self.backend,
         )
         return cast(output.flatten(2), streams.dtype), MemoryState(tail, memory)
+
+    def _window_gate(self, logits: Sequence[Tensor]) -> Tensor:
+        """`[B, L, H, c]`, over c, so that a step is a mean over the window and no longer than that of one token."""
+        return torch.sigmoid(torch.stack(logits, dim=-1)) / self.window  # type: ignore[arg-type]

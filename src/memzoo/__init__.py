@@ -5,6 +5,8 @@ Importing it registers every architecture with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
+from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -14,15 +16,25 @@ from memzoo.configuration.matrix_memory import (
     TransformerPlusPlusConfig,
 )
 from memzoo.configuration.titans import TitansConfig
+from memzoo.modeling.atlas import AtlasForCausalLM, AtlasForSequenceClassification, AtlasModel
 from memzoo.modeling.cache import MemoryCache, load_memory, save_memory
 from memzoo.modeling.comba import CombaForCausalLM, CombaForSequenceClassification, CombaModel
+from memzoo.modeling.deep_transformer import (
+    DeepTransformerForCausalLM,
+    DeepTransformerForSequenceClassification,
+    DeepTransformerModel,
+)
 from memzoo.modeling.deltanet import DeltaNetForCausalLM, DeltaNetForSequenceClassification, DeltaNetModel
+from memzoo.modeling.dla import DLAForCausalLM, DLAForSequenceClassification, DLAModel
+from memzoo.modeling.dot import DotForCausalLM, DotForSequenceClassification, DotModel
 from memzoo.modeling.gated_deltanet import (
     GatedDeltaNetForCausalLM,
     GatedDeltaNetForSequenceClassification,
     GatedDeltaNetModel,
 )
+from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
+from memzoo.modeling.swdt import SWDTForCausalLM, SWDTForSequenceClassification, SWDTModel
 from memzoo.modeling.swla import SWLAForCausalLM, SWLAForSequenceClassification, SWLAModel
 from memzoo.modeling.titans import TitansForCausalLM, TitansForSequenceClassification, TitansModel
 from memzoo.modeling.transformer_pp import (
@@ -36,6 +48,17 @@ __version__ = "0.1.0"
 # One line per architecture: config, backbone, language model, classifier.
 ARCHITECTURES = (
     (TitansConfig, TitansModel, TitansForCausalLM, TitansForSequenceClassification),
+    (OmegaNetConfig, OmegaNetModel, OmegaNetForCausalLM, OmegaNetForSequenceClassification),
+    (AtlasConfig, AtlasModel, AtlasForCausalLM, AtlasForSequenceClassification),
+    (DLAConfig, DLAModel, DLAForCausalLM, DLAForSequenceClassification),
+    (
+        DeepTransformerConfig,
+        DeepTransformerModel,
+        DeepTransformerForCausalLM,
+        DeepTransformerForSequenceClassification,
+    ),
+    (SWDTConfig, SWDTModel, SWDTForCausalLM, SWDTForSequenceClassification),
+    (DotConfig, DotModel, DotForCausalLM, DotForSequenceClassification),
     (RetNetConfig, RetNetModel, RetNetForCausalLM, RetNetForSequenceClassification),
     (DeltaNetConfig, DeltaNetModel, DeltaNetForCausalLM, DeltaNetForSequenceClassification),
     (GatedDeltaNetConfig, GatedDeltaNetModel, GatedDeltaNetForCausalLM, GatedDeltaNetForSequenceClassification),
@@ -57,23 +80,47 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
 
 __all__ = [
     "ARCHITECTURES",
+    "AtlasConfig",
+    "AtlasForCausalLM",
+    "AtlasForSequenceClassification",
+    "AtlasModel",
     "CombaConfig",
     "CombaForCausalLM",
     "CombaForSequenceClassification",
     "CombaModel",
+    "DLAConfig",
+    "DLAForCausalLM",
+    "DLAForSequenceClassification",
+    "DLAModel",
+    "DeepTransformerConfig",
+    "DeepTransformerForCausalLM",
+    "DeepTransformerForSequenceClassification",
+    "DeepTransformerModel",
     "DeltaNetConfig",
     "DeltaNetForCausalLM",
     "DeltaNetForSequenceClassification",
     "DeltaNetModel",
+    "DotConfig",
+    "DotForCausalLM",
+    "DotForSequenceClassification",
+    "DotModel",
     "GatedDeltaNetConfig",
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetForSequenceClassification",
     "GatedDeltaNetModel",
     "MemoryCache",
+    "OmegaNetConfig",
+    "OmegaNetForCausalLM",
+    "OmegaNetForSequenceClassification",
+    "OmegaNetModel",
     "RetNetConfig",
     "RetNetForCausalLM",
     "RetNetForSequenceClassification",
     "RetNetModel",
+    "SWDTConfig",
+    "SWDTForCausalLM",
+    "SWDTForSequenceClassification",
+    "SWDTModel",
     "SWLAConfig",
     "SWLAForCausalLM",
     "SWLAForSequenceClassification",

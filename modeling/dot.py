@@ -1,0 +1,47 @@
+"""Dot (arXiv 2505.23735), its linear memory, each layer of which may also be attention."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from memzoo.configuration.exponential_memory import DotConfig
+from memzoo.modeling.decoder import (
+    MemoryForCausalLM,
+    MemoryForSequenceClassification,
+    MemoryModel,
+    MemoryPreTrainedModel,
+    Mixer,
+)
+from memzoo.modeling.mixers.exponential_memory import ExponentialMemory
+from memzoo.modeling.mixers.matrix_memory import mixer_of
+
+
+class DotPreTrainedModel(MemoryPreTrainedModel):
+    config_class = DotConfig
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    @staticmethod
+    def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
+        return mixer_of(ExponentialMemory, config, layer_idx)
+
+
+class DotModel(DotPreTrainedModel, MemoryModel):
+    """The backbone; see `DotConfig`."""
+
+
+class DotForCausalLM(DotPreTrainedModel, MemoryForCausalLM):
+    """The backbone with a next-token head.
+
+    Example:
+        >>> model = DotForCausalLM(DotConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4))
+    """
+
+    model_class = DotModel
+
+
+class DotForSequenceClassification(DotPreTrainedModel, MemoryForSequenceClassification):
+    """The backbone with a classification head on the last real token."""
+
+    model_class = DotModel

@@ -1,0 +1,260 @@
+"""How a deep memory stands among attention: alone, or as its context, gate or layer (Titans, arXiv 2501.00663)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from memzoo.modeling.decoder import Mixer, Step
+from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
+from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
+
+
+class PersistentTokens(nn.Module):
+    """Learned tokens `[P, D]` in front of every sequence (Titans Eq 19)."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(count, width)) if count else None
+
+    def init_weights(self) -> None:
+        if self.tokens is not None:
+            init.normal_(self.tokens, 0.0, 1.0)  # the scale of the normalised hidden states they stand among
+
+    def forward(self) -> Tensor | None:
+        return self.tokens
+
+
+class MemoryOutput(nn.Module):
+    """Output of a memory alone: `W_O (RMSNorm_head(y) * SiLU(x W_gate))` (Titans section 4.4; form ours)."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.gate_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        normed = self.norm(y.unflatten(-1, (-1, self.norm.normalized_shape[0]))).flatten(-2)
+        return self.o_proj(normed * nn.functional.silu(self.gate_proj(x)))
+
+
+class BranchGate(nn.Module):
+    """Two branches joined: `W_O (RMSNorm(y) * sigmoid(RMSNorm(m)))` (Titans Eq 25 and 28, both branches normalised with
+    learned weights, then a non-linearity)."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, y: Tensor, m: Tensor) -> Tensor:
+        return self.o_proj(self.attention_norm(y) * torch.sigmoid(self.memory_norm(m)))
+
+
+class Wiring(Mixer):
+    """What the four wirings share: a memory and persistent tokens."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.memory = DeepMemory(config)
+        self.persistent = PersistentTokens(config.num_persistent_tokens, config.hidden_size)
+
+
+class LMM(Wiring):
+    """The memory alone, on the persistent tokens and the sequence (Titans section 3, with Eq 19)."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.output = MemoryOutput(config)
+
+    def forward(self, x: Tensor, step: Step, state: MemoryState | None) -> tuple[Tensor, MemoryState]:
+        if state is None:
+            _, state = self.memory.begin(x.shape[0], x, self.persistent())
+        y, state = self.memory(x, state, step.lengths)
+        return self.output(y, x), state
+
+
+class BranchState(NamedTuple):
+    """A memory and the attention's window."""
+
+    memory: MemoryState
+    attention: KeyValueState
+
+
+class MAG(Wiring):
+    """Sliding-window attention that always sees the persistent tokens, gated by the memory (Titans Eq 26-28)."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
+        self.output = BranchGate(config)
+
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.attention.rotary
+
+    def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
+        persistent = self.persistent()
+        if state is None:
+            _, memory_state = self.memory.begin(x.shape[0], x, persistent)
+            window = None
+        else:
+            memory_state, window = state
+        y, window = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, window, persistent)
+        m, memory_state = self.memory(x, memory_state, step.lengths)
+        return self.output(y, m), BranchState(memory_state, window)
+
+
+class MAL(Wiring):
+    """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31)."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.output = MemoryOutput(config)
+        self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.attention.rotary
+
+    def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
+        persistent = self.persistent()
+        memory_state, window = self._begin(x, persistent) if state is None else state
+        m, memory_state = self.memory(x, memory_state, step.lengths)
+        y, window = self.attention(self.output(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
+        return self.o_proj(y), BranchState(memory_state, window)
+
+    def _begin(self, x: Tensor, persistent: Tensor | None) -> tuple[MemoryState, KeyValueState | None]:
+        rows = x.shape[0]
+        read, memory_state = self.memory.begin(rows, x, persistent)
+        if persistent is None or read is None:
+            return memory_state, None
+        place = torch.arange(-persistent.shape[0], 0, device=x.device)[None]
+        _, window = self.attention(self.output(read, persistent)[None], self.attention.rotary(x, place), None, None)
+        return memory_state, KeyValueState(*(x.expand(rows, *x.shape[1:]) for x in window))
+
+
+class ContextState(NamedTuple):
+    """A memory, the running segment's attention, and the memory's weights at the segment's start."""
+
+    memory: MemoryState
+    attention: KeyValueState
+    segment_weights: tuple[Tensor, ...]
+
+
+class MAC(Wiring):
+    """Segment attention with the memory of the past as context (Titans Eq 21-25).
+
+        h_t = M_{s-1}(q_t),  y = attention over [P, h_1, x_1, h_2, x_2, ...] of the segment,  o = y gated by M_t(y_t)
+
+    Deviations: the paper shows all of a segment's `h` to each of its rows and reads the last memory update in it; both
+    tell a token about later ones. Row t here sees `h` up to t (in the order above plain causal attention says so) and
+    reads `M_t`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.segment_size = config.segment_size
+        self.query_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.attention = CausalAttention(config, window=None, carried=2 * config.segment_size)
+        self.output = BranchGate(config)
+
+    def forward(self, x: Tensor, step: Step, state: ContextState | None) -> tuple[Tensor, ContextState]:
+        persistent = self.persistent()
+        if state is None:
+            _, memory = self.memory.begin(x.shape[0], x)
+            window, segment_weights = None, memory.memory.weights
+        else:
+            memory, window, segment_weights = state
+        outputs = []
+        for part in self._parts(x, step, fresh=state is None):
+            if part.whole:
+                window, segment_weights = None, memory.memory.weights
+            elif window is not None:
+                starts = (part.begun == 0) & (part.added > 0)
+                window = window._replace(valid=torch.where(starts, 0, window.valid))
+                at = starts[:, None, None, None]
+                segment_weights = tuple(
+                    torch.where(at, anchor, old)
+                    for anchor, old in zip(memory.memory.weights, segment_weights, strict=True)
+                )
+            read = self.memory.retrieve(part.x, segment_weights, step.position + part.first, self.query_proj)
+            pairs = torch.stack([read, part.x], dim=2).flatten(1, 2)
+            place = part.begun[:, None] + torch.arange(part.x.shape[1], device=x.device)
+            rotary = self.attention.rotary(pairs, place.repeat_interleave(2, dim=1))
+            added = None if part.lengths is None else 2 * part.lengths
+            y, window = self.attention(pairs, rotary, added, window, persistent)
+            y = y[:, 1::2]
+            m, memory = self.memory(y, memory, part.lengths)
+            outputs.append(self.output(y, m))
+        assert window is not None
+        return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, segment_weights)
+
+    def _bounds(self, step: Step) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Tokens of the running segment per row, and the bounds of the new tokens that fall into each segment."""
+        begun = step.position % self.segment_size
+        count = -(-int((begun + step.added).max()) // self.segment_size)
+        bounds = []
+        for index in range(max(1, count)):
+            first = (index * self.segment_size - begun).clamp(min=0)
+            last = torch.minimum(step.added, (index + 1) * self.segment_size - begun)
+            bounds.append((first, torch.maximum(first, last)))
+        return begun, bounds
+
+    def _parts(self, x: Tensor, step: Step, fresh: bool) -> Iterator[SegmentPart]:
+        """The new tokens, cut where segments end; each row has its own cuts."""
+        tokens, size = x.shape[1], self.segment_size
+        zero = torch.zeros_like(step.position)
+        if fresh and step.lengths is None:
+            for first in range(0, tokens, size):
+                part = x[:, first : first + size]
+                yield SegmentPart(part, zero + first, zero, zero + part.shape[1], None, whole=True)
+        elif tokens == 1:
+            yield SegmentPart(x, zero, step.position % size, step.added, step.lengths, whole=False)
+        else:
+            begun, bounds = self._bounds(step)
+            for index, (start, stop) in enumerate(bounds):
+                added = stop - start
+                place = start[:, None] + torch.arange(max(1, int(added.max())), device=x.device)
+                part = x.gather(1, place.clamp(max=tokens - 1)[..., None].expand(-1, -1, x.shape[2]))
+                yield SegmentPart(part, start, begun if index == 0 else zero, added, added, whole=False)
+
+    def _joined(self, x: Tensor, step: Step, outputs: list[Tensor], fresh: bool) -> Tensor:
+        """The parts' outputs in the order of `x`."""
+        if (fresh and step.lengths is None) or x.shape[1] == 1:
+            return torch.cat(outputs, dim=1)
+        joined = torch.zeros_like(outputs[0][:, :1]).expand(-1, x.shape[1], -1)
+        place = torch.arange(x.shape[1], device=x.device)
+        for (start, stop), part in zip(self._bounds(step)[1], outputs, strict=True):
+            inside = (place >= start[:, None]) & (place < stop[:, None])
+            index = (place - start[:, None]).clamp(0, part.shape[1] - 1)
+            joined = torch.where(
+                inside[..., None], part.gather(1, index[..., None].expand(-1, -1, part.shape[2])), joined
+            )
+        return joined
+
+
+class SegmentPart(NamedTuple):
+    """New tokens that fall into one segment of each row."""
+
+    x: Tensor
+    """`[R, L', D]`, right-padded."""
+    first: Tensor
+    """Index of each row's first one among its new tokens, `[R]`."""
+    begun: Tensor
+    """Tokens that the segment held before, `[R]`."""
+    added: Tensor
+    """How many they are, `[R]`."""
+    lengths: Tensor | None
+    """The same, or `None` when all L' are real."""
+    whole: bool
+    """Whether every row starts the segment here."""
+
+
+WIRINGS: dict[str, type[Wiring]] = {"lmm": LMM, "mac": MAC, "mag": MAG, "mal": MAL}

@@ -1,0 +1,47 @@
+"""SWDT (arXiv 2505.23735), its linear memory, each layer of which may also be attention."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from memzoo.configuration.exponential_memory import SWDTConfig
+from memzoo.modeling.decoder import (
+    MemoryForCausalLM,
+    MemoryForSequenceClassification,
+    MemoryModel,
+    MemoryPreTrainedModel,
+    Mixer,
+)
+from memzoo.modeling.mixers.exponential_memory import ExponentialMemory
+from memzoo.modeling.mixers.matrix_memory import mixer_of
+
+
+class SWDTPreTrainedModel(MemoryPreTrainedModel):
+    config_class = SWDTConfig
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    @staticmethod
+    def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
+        return mixer_of(ExponentialMemory, config, layer_idx)
+
+
+class SWDTModel(SWDTPreTrainedModel, MemoryModel):
+    """The backbone; see `SWDTConfig`."""
+
+
+class SWDTForCausalLM(SWDTPreTrainedModel, MemoryForCausalLM):
+    """The backbone with a next-token head.
+
+    Example:
+        >>> model = SWDTForCausalLM(SWDTConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4))
+    """
+
+    model_class = SWDTModel
+
+
+class SWDTForSequenceClassification(SWDTPreTrainedModel, MemoryForSequenceClassification):
+    """The backbone with a classification head on the last real token."""
+
+    model_class = SWDTModel
