@@ -74,10 +74,15 @@ class DeepMemoryConfig(MemoryConfig):
         refuse_fixed(self, kwargs, RULE)
         if self.memory_residual is None:
             self.memory_residual = self.memory_depth > 1
-        if self.max_step_size is None:
-            self.max_step_size = min(0.1 if self.use_muon else 1.0, 4.0 / max(1, self.chunk_size))
         super().__post_init__(**kwargs)
         self.validate_deep_memory()
+
+    @property
+    def step_limit(self) -> float:
+        """Upper end of the inner step size; not stored, so that it follows a `chunk_size` changed at loading."""
+        if self.max_step_size is not None:
+            return self.max_step_size
+        return min(0.1 if self.use_muon else 1.0, 4.0 / self.chunk_size)
 
     def validate_deep_memory(self) -> None:
         """Part of the `@strict` validation."""
@@ -89,7 +94,7 @@ class DeepMemoryConfig(MemoryConfig):
         for field in ("memory_expansion", "chunk_size", "sliding_window", "segment_size", "conv_width", "window"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
         require(self.num_persistent_tokens >= 0, self, "num_persistent_tokens", "at least 0")
-        require(self.max_step_size is not None and self.max_step_size > 0, self, "max_step_size", "above 0")
+        require(self.max_step_size is None or self.max_step_size > 0, self, "max_step_size", "above 0, or None")
         require(
             self.max_gradient_norm is None or self.max_gradient_norm > 0, self, "max_gradient_norm", "above 0, or None"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -108,6 +109,13 @@ class MemoryPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["MemoryBlock"]
     _is_stateful = True
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        try:
+            config.validate()  # a field may have been set since the config was made
+        except StrictDataclassClassValidationError as error:
+            raise ValueError(str(error.__cause__)) from error
+        super().__init__(config, *args, **kwargs)
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:

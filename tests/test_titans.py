@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tolerances import MODEL, close, error
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from memzoo import TitansConfig
+from memzoo import TitansConfig, TitansForCausalLM
 
 BOUND = MODEL[torch.float64]
 OPTIONS: list[dict[str, Any]] = [
@@ -141,6 +142,21 @@ def test_persistent_tokens_are_written_before_the_first_block_opens_more() -> No
 def test_refuses_configurations_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zoo.config_of("titans-lmm-e1", **options)
+
+
+def test_a_model_checks_fields_set_after_the_config_was_made() -> None:
+    config = zoo.config_of("titans-lmm-e1")
+    config.variant = "mam"
+    with pytest.raises(ValueError, match="variant='mam': expected one of"):
+        TitansForCausalLM(config)
+
+
+def test_the_step_size_follows_a_chunk_size_changed_at_loading(tmp_path: Path) -> None:
+    """Its default depends on the chunk; a value of the user's stays."""
+    for given, expected in ((None, 4 / 32), (0.3, 0.3)):
+        zoo.build("titans-lmm-e1", max_step_size=given, chunk_size=64).save_pretrained(tmp_path)
+        model = TitansForCausalLM.from_pretrained(tmp_path, chunk_size=32)
+        assert model.model.layers[0].mixer.memory.max_step_size == expected
 
 
 def test_refuses_values_of_another_type() -> None:

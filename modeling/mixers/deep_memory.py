@@ -120,7 +120,7 @@ class DeepMemory(nn.Module):
         self.muon = Muon(config.newton_schulz_steps, config.muon_every) if config.use_muon else None
         self.activation = config.memory_activation
         self.residual = config.memory_residual
-        self.max_step_size = config.max_step_size
+        self.max_step_size = config.step_limit
         self.max_gradient_norm = math.inf if config.max_gradient_norm is None else config.max_gradient_norm
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
