@@ -27,10 +27,12 @@ def require(ok: bool, config: Any, field: str, expected: str) -> None:
 def refuse_fixed(config: Any, given: dict[str, Any], names: tuple[str, ...]) -> None:
     """Raise a ValueError where `given`, which no field took, sets what the architecture fixes."""
     for name in given.keys() & set(names):
-        raise ValueError(
-            f"{type(config).__name__}: {name}={given[name]!r}: expected {getattr(config, name)!r}, which makes the "
-            "architecture what it is."
-        )
+        value = given.pop(name)
+        if value != getattr(config, name):
+            raise ValueError(
+                f"{type(config).__name__}: {name}={value!r}: expected {getattr(config, name)!r}, which makes the "
+                "architecture what it is."
+            )
 
 
 @strict
@@ -121,6 +123,13 @@ class MemoryConfig(PreTrainedConfig):
             f"None, or an id below vocab_size={self.vocab_size}",
         )
         self.validate_heads()
+        rope = (getattr(self, "rope_parameters", None) or {}).get("rope_type", "default")
+        require(
+            rope not in ("dynamic", "longrope"),
+            self,
+            "rope_parameters",
+            "a type whose angles depend on the position alone (not on the longest text of the batch)",
+        )
         require(
             self.num_key_value_heads is not None and self.num_attention_heads % self.num_key_value_heads == 0,
             self,

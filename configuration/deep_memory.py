@@ -29,7 +29,7 @@ class DeepMemoryConfig(MemoryConfig):
         use_momentum: momentum of the inner optimizer.
         use_retention: whether the memory decays.
         max_step_size: upper end of the inner step size; `None` for `min(1, 4 / chunk_size)`, since a chunk applies up
-            to `chunk_size` steps taken at one point (with Muon for a tenth of 1, since its steps have a norm near 1).
+            to `chunk_size` steps taken at one point; smaller with Muon, see `AtlasConfig`.
         max_gradient_norm: bound of one token's inner gradient, `None` for none. Not in the papers: far above the norms
             of a healthy memory, it keeps one that a bad step has thrown off from growing without limit.
         chunk_size: tokens whose gradients share an anchor. Part of the model: weights trained with one size are not
@@ -38,8 +38,7 @@ class DeepMemoryConfig(MemoryConfig):
         sliding_window: window of the attention in `mag` and `mal`, in tokens, the current one included.
         segment_size: segment of `mac`; a multiple of `chunk_size`.
         conv_width: width of the short causal convolution after the projections; 1 for none.
-        rope_parameters: rotary embedding of the attention branches, of any type that transformers has; `None` for
-            base 10000.
+        rope_parameters: rotary embedding of the attention branches, as transformers takes it; `None` for base 10000.
     """
 
     variant: str = "lmm"
@@ -82,7 +81,7 @@ class DeepMemoryConfig(MemoryConfig):
         """Upper end of the inner step size; not stored, so that it follows a `chunk_size` changed at loading."""
         if self.max_step_size is not None:
             return self.max_step_size
-        return min(0.1 if self.use_muon else 1.0, 4.0 / self.chunk_size)
+        return min(1.0, 4.0 / self.chunk_size)
 
     def validate_deep_memory(self) -> None:
         """Part of the `@strict` validation."""
@@ -101,7 +100,7 @@ class DeepMemoryConfig(MemoryConfig):
         require(self.feature_map in FEATURE_MAPS, self, "feature_map", f"one of {FEATURE_MAPS}")
         require(self.feature_degree >= 1, self, "feature_degree", "at least 1")
         require(
-            self.feature_dim is None or 1 <= self.feature_dim <= self.head_dim,
+            self.feature_map != "monomials" or self.feature_dim is None or 1 <= self.feature_dim <= self.head_dim,
             self,
             "feature_dim",
             f"None, or 1 to the head width {self.head_dim}",

@@ -38,7 +38,8 @@ class ExponentialMemoryConfig(MatrixMemoryConfig):
         super().__post_init__(**kwargs)
         require(self.window >= 1, self, "window", "at least 1")
         require(self.capacity_axis != "key", self, "capacity_axis", "'value' or 'head': these keys have no coordinates")
-        require(self.feature_scale is None or self.feature_scale > 0, self, "feature_scale", "above 0, or None")
+        fits = self.feature_scale is None or 0 < self.feature_scale <= 40  # exp(-2 * 40) is a float32
+        require(fits, self, "feature_scale", "above 0 and at most 40, or None")
 
 
 @strict

@@ -29,7 +29,7 @@ class MatrixMemoryConfig(MemoryConfig):
         layer_types: for each block `"linear_attention"` (the memory), `"sliding_attention"` or `"full_attention"`;
             `None` for the memory everywhere (in Transformer++: full attention).
         sliding_window: window of the sliding attention, in tokens, the current one included.
-        rope_parameters: rotary embedding of the attention, of any type that transformers has; `None` for base 10000.
+        rope_parameters: rotary embedding of the attention, as transformers takes it; `None` for base 10000.
     """
 
     num_memory_heads: int | None = None

@@ -91,7 +91,7 @@ def convert(
                 config.save_pretrained(fresh)
             else:
                 (fresh / "config.json").write_text(_json(format.to_theirs(config)))
-            for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
+            for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
                 shutil.copy(path, fresh / path.name)
             fresh.rename(destination)
     return destination
@@ -137,7 +137,7 @@ def _inward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dic
     wanted = {name for row in format.table.rows(config) for name in row.parts}
     found = {name for name in source.files if not format.table.is_dropped(name)}
     for name, original in (format.table.copies or {}).items():
-        if name in found - wanted and _equal(source, name, original):
+        if name in found - wanted and original in found and _equal(source, name, original):
             found.remove(name)
     expect_names(found, wanted, f"{source.folder} ({format.model_type})")
     recipes = format.table.to_ours(config, source)

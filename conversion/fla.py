@@ -85,7 +85,10 @@ def _read_feed_forward(values: Values) -> Values:
     return {"intermediate_size": width}
 
 
-def _rope(theta: float) -> dict[str, Any]:
+def _rope(theta: Any) -> dict[str, Any]:
+    if not isinstance(theta, (int, float)):
+        raise Unfit("rope_theta", theta, "a number", "Ours always rotates.")
+    theta = float(theta)
     return {"rope_type": "default", "rope_theta": theta}
 
 
@@ -111,6 +114,8 @@ def _read_hybrid(values: Values) -> Values:
         {"qkv_bias": False, "rope_theta": 10000.0, "window_size": None, **spec}
         for spec in (given if isinstance(given, list) else [given])
     ]
+    if any({"layers", "num_heads"} - set(spec) for spec in specs):
+        raise Unfit("attn", given, "layers and num_heads in every description", "Add them.")
     unknown = {name for spec in specs for name in spec} - {"layers", "num_heads", "num_kv_heads"} - set(specs[0])
     kinds = {(s["num_heads"], s.get("num_kv_heads") or s["num_heads"], s["qkv_bias"], s["rope_theta"]) for s in specs}
     windows = {spec["window_size"] for spec in specs} - {None}
@@ -122,6 +127,8 @@ def _read_hybrid(values: Values) -> Values:
     types = ["linear_attention"] * layers
     for spec in specs:
         for layer in spec["layers"]:
+            if layer not in range(layers):
+                raise Unfit("attn", given, f"layers from 0 to {layers - 1}", "Does the number of layers belong to it?")
             types[layer] = "full_attention" if spec["window_size"] is None else "sliding_attention"
     sliding = {"sliding_window": windows.pop()} if windows else {}
     return {
@@ -130,7 +137,7 @@ def _read_hybrid(values: Values) -> Values:
         "num_attention_heads": attention_heads,
         "num_key_value_heads": shared,
         "attention_bias": bias,
-        "rope_parameters": _rope(float(theta)),
+        "rope_parameters": _rope(theta),
         **sliding,
     }
 
@@ -194,7 +201,10 @@ def _gate(switch: str, default: bool, activation: str) -> Option:
 
 def _read_gate(values: Values) -> Values:
     activations = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-    return {"output_gate": activations[values["output_gate_activation"]] if values["use_gate"] else None}
+    activation = values["output_gate_activation"]
+    if values["use_gate"] and activation not in activations:
+        raise Unfit("output_gate_activation", activation, f"one of {sorted(activations)}", "Ours has no other.")
+    return {"output_gate": activations[activation] if values["use_gate"] else None}
 
 
 def _write_gate(config: PreTrainedConfig) -> Values:
@@ -216,7 +226,7 @@ def _read_attention(values: Values) -> Values:
         "num_key_value_heads": values["num_kv_heads"] or heads,
         "attention_bias": values["qkv_bias"],
         "qk_norm": values["qk_norm"],
-        "rope_parameters": _rope(float(values["rope_theta"])),
+        "rope_parameters": _rope(values["rope_theta"]),
         **sliding,
     }
 

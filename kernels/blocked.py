@@ -99,7 +99,7 @@ class _Blocked(torch.autograd.Function):
         wanted = [i for i, is_needed in enumerate(needed) if is_needed]
         d_before = torch.zeros_like(before)
         d_tensors = [
-            (torch.empty_like(x) if i < count else torch.zeros_like(x)) if needed[i] else None
+            (torch.empty_like(x) if i < count else torch.zeros_like(x, dtype=_wide(x))) if needed[i] else None
             for i, x in enumerate(tensors)
         ]
         for start in range(0, inputs[0].shape[1], size):
@@ -121,4 +121,10 @@ class _Blocked(torch.autograd.Function):
                         d_before += d[:, :halo]
                     else:
                         whole[:, start - halo : start] += d[:, :halo]
-        return (None, None, None, d_before, *d_tensors)
+        narrow = (None if d is None else d.to(x.dtype) for d, x in zip(d_tensors, tensors, strict=True))
+        return (None, None, None, d_before, *narrow)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """In which many gradients are summed."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -97,10 +97,14 @@ def select(op: Op, problem: Problem, wanted: str = "auto") -> Callable[..., Any]
     raise ValueError(f"{op.name}: unknown kernel_backend {wanted!r}; expected 'auto' or one of {op.names()}.")
 
 
-@cache
+_loaded: dict[str, Callable[..., Any]] = {}  # a dict, since torch.compile does not see through `functools.cache`
+
+
 def _load(entry: str) -> Callable[..., Any]:
-    module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)
+    if entry not in _loaded:
+        module, _, function = entry.partition(":")
+        _loaded[entry] = getattr(importlib.import_module(module), function)
+    return _loaded[entry]
 
 
 @cache

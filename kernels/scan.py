@@ -7,9 +7,11 @@ and what it computes is small enough for the caches of a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +26,8 @@ def scan(
     """Outputs `[B, T, ...]` and the final state of `f(state, *piece) -> (output, state)` over the pieces.
 
     Args:
-        f: reads a piece; differentiable, without random numbers.
+        f: reads a piece; differentiable, without random numbers; every tensor it uses is among its arguments, so that
+            a weight that has changed until the backward is noticed.
         state: before the first token, a tensor or a tree of them.
         pieces: the arguments of `f`, as `split` makes them. A single one is not recomputed.
     """
@@ -34,14 +37,22 @@ def scan(
     outputs = []
     for arguments in pieces:
         if recompute:
-            y, state = checkpoint(_read, f, state, arguments, use_reentrant=False, preserve_rng_state=False)
+            # Flat: `checkpoint` guards the tensors among its own arguments against changes, no nested ones.
+            leaves, spec = pytree.tree_flatten((state, arguments))
+            y, state = checkpoint(partial(_unflat, f, spec), *leaves, use_reentrant=False, preserve_rng_state=False)
         else:
             y, state = _read(f, state, arguments)
         outputs.append(y)
     return torch.cat(outputs, dim=1), state
 
 
+def _unflat(f: Callable[..., tuple[Tensor, State]], spec: pytree.TreeSpec, *leaves: Any) -> tuple[Tensor, State]:
+    return _read(f, *pytree.tree_unflatten(leaves, spec))
+
+
 def _read(f: Callable[..., tuple[Tensor, State]], state: State, arguments: tuple[Any, ...]) -> tuple[Tensor, State]:
+    if torch.compiler.is_compiling():  # where nothing is cut
+        return f(state, *arguments)
     with piece():
         return f(state, *arguments)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memzoo import AtlasConfig, DeepTransformerConfig, DLAConfig, DotConfig, OmegaNetConfig, SWDTConfig, TitansConfig
+from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.modeling.mixers.features import _monomials
 
 BOUND = MODEL[torch.float64]
 SHAPE: dict[str, Any] = {
@@ -236,3 +238,52 @@ def test_defaults_stay_finite_on_a_repetitive_text(config_class: type, options: 
         out = model(ids, use_cache=True)
     assert torch.isfinite(out.logits).all()
     assert max(float(w.abs().max()) for w in out.cache.states[0].memory.weights) < 10
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])
+def test_default_muon_does_not_amplify_errors_on_a_repetitive_text(chunk_size: int) -> None:
+    """Outer gradients stay near those without Muon, and cutting the text moves float32 logits by rounding only."""
+    norms, ids = {}, torch.tensor([1, 2, 3]).repeat(342)[None, :1024]
+    for use_muon in (False, True):
+        torch.manual_seed(0)
+        config = AtlasConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=16,
+            chunk_size=chunk_size,
+            use_muon=use_muon,
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        model(ids, labels=ids).loss.backward()
+        norms[use_muon] = float(
+            torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        )
+        model.eval()
+        with torch.no_grad():
+            whole = model(ids).logits
+            rest = model(ids[:, 501:], cache=model(ids[:, :501]).cache).logits
+        assert float((whole[:, 501:] - rest).abs().max() / whole.abs().max()) < 1e-4
+    assert norms[True] < 10 * norms[False]
+
+
+def test_inference_first_does_not_spoil_training() -> None:
+    _monomials.cache_clear()
+    model = zoo.build("omeganet-lmm-e1")
+    ids = zoo.tokens(1, 9)
+    with torch.inference_mode():
+        model.eval()(ids)
+    model.train()(ids, labels=ids).loss.backward()
+
+
+def test_newton_schulz_in_the_backward_ignores_autocast() -> None:
+    """A backward inside autocast is as exact as one outside."""
+    gradients = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(3, 6, 9, requires_grad=True)
+        y = newton_schulz(x, steps=5).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y.backward()
+        gradients.append(x.grad)
+    close(*gradients, 1e-6)

@@ -281,6 +281,18 @@ def mixer(name: str, **options: Any) -> matrix_memory.MatrixMemory:
     ).eval()
 
 
+def watch(layer: matrix_memory.MatrixMemory, seen: dict[str, Any]) -> None:
+    """Keep the read-outs of the layer's next pass as `seen["y"]`."""
+    memorize = layer.memorize
+
+    def watched(*args: Any) -> Any:
+        y, state = memorize(*args)
+        seen["y"] = y
+        return y, state
+
+    layer.memorize = watched  # type: ignore[method-assign]
+
+
 def step(layer: matrix_memory.MatrixMemory, tokens: int) -> Step:
     rotary = {}
     if (embedding := layer.rotary_embedding()) is not None:
@@ -293,7 +305,7 @@ def test_swla_and_retnet_are_their_equations() -> None:
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     layer = mixer("swla-e1")  # c = 3
     seen: dict[str, Any] = {}
-    layer.norm.register_forward_pre_hook(lambda _, a: seen.update(y=a[0]))
+    watch(layer, seen)
     with torch.no_grad():
         layer(x, step(layer, 9), None)
         stream = torch.nn.functional.pad(layer.qkv_proj(x)[0], (0, 0, 3, 0))
@@ -310,7 +322,7 @@ def test_swla_and_retnet_are_their_equations() -> None:
                 close(seen["y"][0, t, h], q[t, h] @ memory, 1e-10)
 
     layer = mixer("retnet-e1")
-    layer.norm.register_forward_pre_hook(lambda _, a: seen.update(y=a[0]))
+    watch(layer, seen)
     with torch.no_grad():
         layer(x, step(layer, 9), None)
         q, k, v = (p.view(9, 2, -1) for p in layer.qkv_proj(x)[0].split(layer.widths, dim=-1))
@@ -330,7 +342,7 @@ def test_comba_and_gated_deltanet_are_their_equations(variant: str) -> None:
     for name, options in (("comba-e1", {"variant": variant}), ("gated_deltanet-e1", {}), ("deltanet-e1", {})):
         layer = mixer(name, **options)
         seen: dict[str, Any] = {}
-        layer.norm.register_forward_pre_hook(lambda _, a, seen=seen: seen.update(y=a[0]))
+        watch(layer, seen)
         with torch.no_grad():
             layer(x, step(layer, 9), None)
             stream = torch.nn.functional.pad(layer.qkv_proj(x)[0], (0, 0, 3, 0))
@@ -368,7 +380,7 @@ def test_masked_writes_are_the_gated_recurrence(name: str, axis: str, monkeypatc
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     layer = mixer(name, capacity_blocks=blocks, capacity_context=blocks * interval, capacity_axis=axis)
     seen: dict[str, Any] = {}
-    layer.norm.register_forward_pre_hook(lambda _, a: seen.update(y=a[0]))
+    watch(layer, seen)
     with torch.no_grad():
         layer(x, step(layer, 9), None)
     got = seen["y"]
@@ -463,3 +475,22 @@ def test_attention_and_memory_have_their_own_heads() -> None:
     assert (memory.heads, memory.key_dim) == (3, 6)
     assert attention.o_proj.weight.shape == (24, 32)
     assert attention.attention.rotary.inv_freq[1] == pytest.approx(500.0**-0.25)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet-e1", "comba-e1", "swla-e1", "retnet-e1"])
+def test_pieces_take_the_weights_of_the_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights given by `functional_call` are those of the recomputation; a weight changed in between is an error."""
+    model, ids = zoo.build(name, torch.float64), zoo.tokens(1, 40)
+    given = {n: (p.detach() * 1.1).requires_grad_() for n, p in model.named_parameters()}
+    found = []
+    for size in (512, 16):
+        monkeypatch.setattr(matrix_memory, "SEGMENT", size)
+        loss = torch.func.functional_call(model, given, (ids,), {"labels": ids}).loss
+        found.append(torch.autograd.grad(loss, list(given.values())))
+    for a, b in zip(*found, strict=True):
+        close(b, a, 1e-10)
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        model.model.layers[0].mixer.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -40,8 +40,12 @@ class ShortConv(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        return short_conv(x, cast(self.weight, x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
+    def forward(
+        self, x: Tensor, tail: Tensor | None, lengths: Tensor | None, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """With `weight` in place of its own, if given."""
+        weight = cast(self.weight if weight is None else weight, x.dtype)
+        return short_conv(x, weight, tail, activation="silu", lengths=lengths, backend=self.backend)
 
 
 class InnerGates(nn.Linear):
@@ -61,10 +65,10 @@ class InnerGates(nn.Linear):
         shares = [torch.linspace(math.log(low), math.log(high), self.heads).exp() for low, high in self.ranges]
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def each(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
-        worth having."""
-        return widened(super().forward(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
+        worth having. (`forward` is the linear layer's, as adapters expect of one.)"""
+        return widened(self(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
 
 
 class InitialWeights(nn.Module):
@@ -208,7 +212,7 @@ class DeepMemory(nn.Module):
         streams, tail = self.conv(projected, cast(state.conv_tail, projected.dtype), lengths)
         streams = streams.unflatten(-1, (3, self.heads, -1))
         (q, k), v = self.features(unit_length(streams[:, :, :2])).unbind(2), streams[:, :, 2]
-        step_size, *gates = self.gates(x)
+        step_size, *gates = self.gates.each(x)
         output, memory = deep_memory(
             q,
             k,

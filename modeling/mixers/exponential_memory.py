@@ -34,7 +34,7 @@ class ExponentialMemory(MatrixMemory):
 
     def controls(self, x: Tensor) -> tuple[Tensor, ...]:
         """Logits of the step at each lag, and of forgetting."""
-        return self.gates(x)
+        return self.gates.each(x)
 
     def memorize(
         self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState

@@ -129,7 +129,8 @@ class Monomials(Polynomial):
         super().__init__(heads, inputs, degree)
         rank = inputs if projected is None else projected
         self.width = inputs + sum(math.comb(rank + i - 1, i) for i in range(2, 1 + degree))
-        self.projection = None if projected is None else nn.Parameter(torch.empty(heads, inputs, projected))
+        unused = projected is None or degree == 1
+        self.projection = None if unused else nn.Parameter(torch.empty(heads, inputs, projected))  # type: ignore[arg-type]
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -155,7 +156,9 @@ def _monomials(width: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """The factors' coordinates of every monomial, a tensor per factor, and the roots of their multiplicities."""
     every = list(itertools.combinations_with_replacement(range(width), degree))
     counts = [math.factorial(degree) // math.prod(math.factorial(one.count(i)) for i in set(one)) for one in every]
-    return tuple(torch.tensor(every).unbind(1)), torch.tensor(counts, dtype=torch.float64).sqrt()
+    with torch.inference_mode(False):  # whatever the mode and the default device of the first caller
+        places = torch.tensor(every, device="cpu").unbind(1)
+        return places, torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt()
 
 
 def feature_map(config: PreTrainedConfig) -> FeatureMap:

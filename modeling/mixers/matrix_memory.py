@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,12 +77,12 @@ class MatrixMemory(Mixer):
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
         self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
 
-    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
+    def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """What the rule takes from `x` `[B, L, D]` besides queries, keys and values, each `[B, L, ...]`."""
         return ()
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         """Read-outs `[B, L, H, V]` and the state with its new memory (and `keys` and `values`).
 
@@ -97,21 +97,30 @@ class MatrixMemory(Mixer):
         gate = None if self.output_gate is None else self.gate_proj(x)
         pieces = split((projected, gate, *self.controls(x)), SEGMENT)
         steps = step.split(x.shape[1], SEGMENT)
+        weights = None if self.conv is None else self.conv.weight, self.norm.weight
         begun = self._begin(projected) if state is None else state
-        y, new_state = scan(self._piece, begun, [(at, *piece) for at, piece in zip(steps, pieces, strict=True)])
+        y, new_state = scan(
+            self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)]
+        )
         return self.o_proj(y), new_state
 
     def _piece(
-        self, state: MatrixState, step: Step, projected: Tensor, gate: Tensor | None, *controls: Tensor
+        self,
+        state: MatrixState,
+        step: Step,
+        weights: tuple[Tensor | None, Tensor],
+        projected: Tensor,
+        gate: Tensor | None,
+        *controls: Tensor | None,
     ) -> tuple[Tensor, MatrixState]:
-        """All between the projections, `[B, L, H V]`."""
+        """All between the projections, `[B, L, H V]`, with the `weights` of the convolution and the norm."""
         dtype = projected.dtype
         if self.conv is not None:
-            projected, tail = self.conv(projected, cast(state.conv_tail, dtype), step.lengths)
+            projected, tail = self.conv(projected, cast(state.conv_tail, dtype), step.lengths, weights[0])
             state = state._replace(conv_tail=tail)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
         y, state = self.memorize(q, k, v, controls, step, state)
-        y = self.norm(cast(y, self.norm.weight.dtype)).flatten(2)
+        y = F.rms_norm(cast(y, weights[1].dtype), (self.value_dim,), weights[1], self.norm.eps).flatten(2)
         if gate is not None:
             y = y * GATE[self.output_gate](gate)
         return cast(y, dtype), state
@@ -177,7 +186,7 @@ class Retention(MatrixMemory):
         return self.rotary
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         q, k = apply_rotary_pos_emb(q, k, *step.rotary[self.key_dim], unsqueeze_dim=2)
         (k,), v = self.opened(step, [k], v)
@@ -209,10 +218,10 @@ class SlidingWindowLinear(MatrixMemory):
 
     def controls(self, x: Tensor) -> tuple[Tensor, ...]:
         """Logits of forgetting and of the strength at each lag."""
-        return self.gates(x)
+        return self.gates.each(x)
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         tokens = q.shape[1]
         forget, *strengths = controls
@@ -251,26 +260,29 @@ class Delta(MatrixMemory):
         self.unit = partial(unit_length, eps=config.unit_eps)
         self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
 
-    def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def addresses(self, q: Tensor, k: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where to read, write and erase (`None`: where it writes)."""
         return self.unit(q), self.unit(k), None
 
-    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Logits of the strength; in subclasses also the log of the retention."""
-        return (self.strength_proj(x),)
+    def log_retention(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """Logits of the strength, the log of the retention, and what `addresses` takes."""
+        return self.strength_proj(x), self.log_retention(x)
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
+        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        q, k, p = self.addresses(q, k)
+        logit, log_retention, *others = controls
+        q, k, p = self.addresses(q, k, *others)
         (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
-        logit, *log_retention = controls
         y, memory = delta_rule(
             q * self.scaling,
             k,
             v,
             self.max_strength * torch.sigmoid(cast(logit, state.memory.dtype)),
-            log_retention[0] if log_retention else None,
+            log_retention,
             state.memory,
             erase_key=rest[0] if rest else None,
             erase_after_decay=self.erase_after_decay,
@@ -289,8 +301,8 @@ class GatedDelta(Delta):
         super().__init__(config, layer_idx)
         self.decay = DecayGate(config.hidden_size, self.heads)
 
-    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (*super().controls(x), self.decay(x))
+    def log_retention(self, x: Tensor) -> Tensor:
+        return self.decay(x)
 
 
 class CombaMemory(Delta):
@@ -308,15 +320,19 @@ class CombaMemory(Delta):
         init.ones_(self.erase_logit)
         init.constant_(self.correction, self.initial_correction)
 
-    def addresses(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        erase, correction = torch.sigmoid(self.erase_logit)[:, None], self.correction[:, None]
+    def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        per_head = torch.sigmoid(self.erase_logit), self.correction
+        return (*super().controls(x), *(a.expand(*x.shape[:2], -1) for a in per_head))
+
+    def addresses(self, q: Tensor, k: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        erase, correction = (a[..., None] for a in controls)
         if self.is_paper:
             q, k = self.unit(q), self.unit(k)
             return q - correction * k, k, erase * k
         return self.unit(q - correction * (erase * k)), self.unit(k), None
 
-    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (*super().controls(x), self.decay(x))
+    def log_retention(self, x: Tensor) -> Tensor:
+        return self.decay(x)
 
 
 class AttentionMixer(Mixer):
