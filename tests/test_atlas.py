@@ -209,7 +209,7 @@ def test_only_a_linear_dla_does_not_know_its_chunks() -> None:
         (DotConfig, {"normalizer": True}, "DotConfig: normalizer=True: expected False"),
         (DotConfig, {"window": 0}, "window=0: expected at least 1"),
         (SWDTConfig, {"capacity_axis": "key"}, "capacity_axis='key': expected 'value' or 'head'"),
-        (SWDTConfig, {"feature_scale": 0.0}, "feature_scale=0.0: expected above 0, or None"),
+        (SWDTConfig, {"feature_scale": 0.0}, "feature_scale=0.0: expected above 0 and at most 40, or None"),
     ],
 )
 def test_refuses_configurations_that_do_not_fit(config_class: type, options: dict[str, Any], message: str) -> None:

@@ -41,7 +41,7 @@ def test_monomials_are_a_polynomial_of_the_inner_product(degree: int, projected:
     features = lively(started(Monomials(HEADS, WIDTH, degree, projected)))
     x, y = pair(2, 7)
     z, w = x, y
-    if projected is not None:
+    if features.projection is not None:
         z, w = (unit_length(torch.einsum("bthk,hkr->bthr", one, features.projection)) for one in pair(2, 7))
     a = torch.stack(features.coefficients, dim=1).square()
     want = a[:, 0] * (x * y).sum(-1) + sum(a[:, i] * (z * w).sum(-1) ** (i + 1) for i in range(1, degree))
