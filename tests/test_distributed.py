@@ -60,7 +60,12 @@ def test_two_processes_train_as_one(mode: str, alone: tuple[Path, dict[str, list
         again = loaded(tmp_path / case)
         assert again.keys() == weights.keys()
         for key, weight in weights.items():
-            close(again[key] - start[key], weight - start[key], MODEL[torch.float32])
+            update = weight - start[key]
+            # Each step rounds the weight itself, which a small update of a large weight shows.
+            rounding = distributed_worker.STEPS * torch.finfo(weight.dtype).eps * weight.abs().max()
+            bound = MODEL[torch.float32] + float(rounding / update.abs().max().clamp(min=1e-30))
+            assert bound < 0.05, f"{key} has hardly moved"
+            close(again[key] - start[key], update, bound)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / case)
         ids = zoo.tokens(distributed_worker.ROWS, distributed_worker.LENGTH, seed=distributed_worker.STEPS)
         close(model(ids, labels=ids).loss, torch.tensor(got[-1]), GRADIENT)
