@@ -69,6 +69,8 @@ class MemoryCache(Cache):
     Args:
         config: the model's config. A cache belongs to one model configuration.
 
+    Decoding may write into the tensors of a state: where two texts go on from one cache, each needs a `copy.deepcopy`.
+
     Attributes:
         position: real tokens read per row, `[B]`, int64; `None` before the first token.
         columns: columns of the batch read so far, padding included: what `get_seq_length` answers.

@@ -40,12 +40,14 @@ class ShortConv(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(
-        self, x: Tensor, tail: Tensor | None, lengths: Tensor | None, weight: Tensor | None = None
+    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.apply_with(self.weight, x, tail, lengths)
+
+    def apply_with(
+        self, weight: Tensor, x: Tensor, tail: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """With `weight` in place of its own, if given."""
-        weight = cast(self.weight if weight is None else weight, x.dtype)
-        return short_conv(x, weight, tail, activation="silu", lengths=lengths, backend=self.backend)
+        """The same with a given weight, and no module call, for what a backward recomputes."""
+        return short_conv(x, cast(weight, x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
 
 
 class InnerGates(nn.Linear):

@@ -115,8 +115,8 @@ class MatrixMemory(Mixer):
     ) -> tuple[Tensor, MatrixState]:
         """All between the projections, `[B, L, H V]`, with the `weights` of the convolution and the norm."""
         dtype = projected.dtype
-        if self.conv is not None:
-            projected, tail = self.conv(projected, cast(state.conv_tail, dtype), step.lengths, weights[0])
+        if self.conv is not None and weights[0] is not None:
+            projected, tail = self.conv.apply_with(weights[0], projected, cast(state.conv_tail, dtype), step.lengths)
             state = state._replace(conv_tail=tail)
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
         y, state = self.memorize(q, k, v, controls, step, state)
