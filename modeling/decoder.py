@@ -82,7 +82,7 @@ class FeedForward(LlamaMLP):
         return self.down_proj(blocked(self._gated, self.gate_proj(x), self.up_proj(x)))
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.act_fn(gate) * up
+        return self.act_fn.forward(gate) * up  # no module call, which trackers of modules do not expect in a backward
 
 
 class MemoryBlock(GradientCheckpointingLayer):
