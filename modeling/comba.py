@@ -17,9 +17,6 @@ from memzoo.modeling.mixers.matrix_memory import CombaMemory, mixer_of
 
 class CombaPreTrainedModel(MemoryPreTrainedModel):
     config_class = CombaConfig
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:

@@ -109,6 +109,10 @@ class MemoryPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["MemoryBlock"]
     _is_stateful = True
+    # Where there is attention, it goes through transformers' interface.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         try:

@@ -18,9 +18,6 @@ from memzoo.modeling.mixers.matrix_memory import mixer_of
 
 class DeepTransformerPreTrainedModel(MemoryPreTrainedModel):
     config_class = DeepTransformerConfig
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:

@@ -17,9 +17,6 @@ from memzoo.modeling.mixers.matrix_memory import SlidingWindowLinear, mixer_of
 
 class SWLAPreTrainedModel(MemoryPreTrainedModel):
     config_class = SWLAConfig
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
