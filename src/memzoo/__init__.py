@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
+from memzoo.configuration.hope import HopeAttentionConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -31,6 +32,11 @@ from memzoo.modeling.gated_deltanet import (
     GatedDeltaNetForCausalLM,
     GatedDeltaNetForSequenceClassification,
     GatedDeltaNetModel,
+)
+from memzoo.modeling.hope_attention import (
+    HopeAttentionForCausalLM,
+    HopeAttentionForSequenceClassification,
+    HopeAttentionModel,
 )
 from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
@@ -70,6 +76,12 @@ ARCHITECTURES = (
         TransformerPlusPlusForCausalLM,
         TransformerPlusPlusForSequenceClassification,
     ),
+    (
+        HopeAttentionConfig,
+        HopeAttentionModel,
+        HopeAttentionForCausalLM,
+        HopeAttentionForSequenceClassification,
+    ),
 )
 
 for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
@@ -108,6 +120,10 @@ __all__ = [
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetForSequenceClassification",
     "GatedDeltaNetModel",
+    "HopeAttentionConfig",
+    "HopeAttentionForCausalLM",
+    "HopeAttentionForSequenceClassification",
+    "HopeAttentionModel",
     "MemoryCache",
     "OmegaNetConfig",
     "OmegaNetForCausalLM",
