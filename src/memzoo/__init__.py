@@ -39,6 +39,7 @@ from memzoo.modeling.hope_attention import (
     HopeAttentionModel,
 )
 from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
+from memzoo.modeling.optimizers.proteus_adamw import ProteusAdamW, ProteusCallback, parameter_groups
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
 from memzoo.modeling.swdt import SWDTForCausalLM, SWDTForSequenceClassification, SWDTModel
 from memzoo.modeling.swla import SWLAForCausalLM, SWLAForSequenceClassification, SWLAModel
@@ -129,6 +130,8 @@ __all__ = [
     "OmegaNetForCausalLM",
     "OmegaNetForSequenceClassification",
     "OmegaNetModel",
+    "ProteusAdamW",
+    "ProteusCallback",
     "RetNetConfig",
     "RetNetForCausalLM",
     "RetNetForSequenceClassification",
@@ -150,5 +153,6 @@ __all__ = [
     "TransformerPlusPlusForSequenceClassification",
     "TransformerPlusPlusModel",
     "load_memory",
+    "parameter_groups",
     "save_memory",
 ]
