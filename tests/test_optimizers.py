@@ -11,13 +11,14 @@ import pytest
 import torch
 import zoo
 from datasets import Dataset
-from tolerances import OP, close
+from tolerances import NEWTON_SCHULZ, OP, close
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from memzoo import ProteusAdamW, ProteusCallback, parameter_groups
+from memzoo import DGD, M3, ProteusAdamW, ProteusCallback, matrix_groups, parameter_groups
+from memzoo.kernels.newton_schulz import newton_schulz
 
 EXACT = OP[torch.float64]
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6}
@@ -311,3 +312,132 @@ def test_in_shards_as_whole(tmp_path: Path) -> None:
     for got, expected in zip(torch.load(tmp_path / "seen.pt"), want, strict=True):
         for name, value in expected.items():
             close(got[name], value, EXACT)
+
+
+# M3 and DGD -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_m3_is_its_algorithm(ema: bool) -> None:
+    """Algorithm 1 of arXiv 2512.24695 from the list of all gradients so far; vectors take AdamW's steps."""
+    model, (b1, b2, b3), window, alpha, lr, eps = Net(), (0.9, 0.8, 0.7), 3, 0.5, 0.02, 1e-3
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(
+        [p for p in twin.parameters() if p.ndim < 2], lr=lr, betas=(b1, b2), eps=eps, weight_decay=0
+    )
+    options = {"lr": lr, "betas": (b1, b2, b3), "eps": eps, "alpha": alpha, "window": window, "ema": ema}
+    optimizer = M3(matrix_groups(model, weight_decay=0.1), **options)
+    history: dict[str, list[Tensor]] = {name: [] for name, p in twin.named_parameters() if p.ndim > 1}
+
+    def total(gradients: list[Tensor], beta: float) -> Tensor:
+        if not ema:
+            return beta * torch.stack(gradients).sum(0)
+        shares = [(1 - beta) * beta ** (len(gradients) - 1 - at) for at in range(len(gradients))]
+        return sum(share * g for share, g in zip(shares, gradients, strict=True))  # type: ignore[return-value]
+
+    for at in range(8):
+        train(model, optimizer, 1, at)
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(at)).double()
+        (twin(x) - x.flip(1)).square().sum().backward()
+        plain.step()
+        for name, p in twin.named_parameters():
+            if p.ndim < 2:
+                continue
+            seen = history[name]
+            seen.append(p.grad.clone())
+            # Whole windows before this one; the first, before any gradient, counts as zero.
+            windows = [torch.zeros_like(p)]
+            windows += [torch.stack(seen[low : low + window]).sum(0) for low in range(0, at - at % window, window)]
+            slow = newton_schulz(total([w / (window if ema else 1) for w in windows], b3), backend="reference")
+            fast = newton_schulz(total(seen, b1), backend="reference")
+            scale = total([g.square() for g in seen], b2).sqrt() + eps
+            p.data = (1 - lr * 0.1) * p.data - lr * (fast + alpha * slow) / scale
+        twin.zero_grad()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            close(p, q.detach(), NEWTON_SCHULZ[torch.float64])
+
+
+def test_matrix_groups() -> None:
+    """Embeddings and the head are no matrices of a layer, tied or not."""
+    for tied in (False, True):
+        model = zoo.build("titans-lmm-e1", tie_word_embeddings=tied)
+        matrices, others = (group["params"] for group in matrix_groups(model, 0.1))
+        assert all(p.ndim >= 2 for p in matrices)
+        names = {id(p): name for name, p in model.named_parameters()}
+        heads = {"model.embed_tokens.weight", "lm_head.weight"} & set(names.values())
+        assert heads == {names[id(p)] for p in others if p.ndim >= 2}
+        assert len(matrices) + len(others) == len(names)
+    with pytest.raises(ValueError, match=r"params: expected matrices .* got \(7,\)"):
+        M3(Net().parameters())
+
+
+@pytest.mark.slow
+def test_m3_learns_and_resumes() -> None:
+    """Less loss on one batch, and the same bits when its state is loaded in the middle of a window."""
+    ids, states, losses = zoo.tokens(2, 19), [], []
+    for stop in (8, 3):
+        model = zoo.build("hope_attention-e1")
+        optimizer = M3(matrix_groups(model), lr=2e-3, window=2, ema=True)
+        for at in range(8):
+            if at == stop:
+                kept = copy.deepcopy(optimizer.state_dict())
+                optimizer = M3(matrix_groups(model), lr=1.0)
+                optimizer.load_state_dict(kept)
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        states.append(model.state_dict())
+    assert losses[7] < losses[0]
+    assert all(torch.equal(x, states[1][key]) for key, x in states[0].items())
+
+
+def test_dgd_is_its_closed_form() -> None:
+    """Eq 56 and 57 of arXiv 2512.24695 for rows of any length: the minimum found by autograd's own gradient is zero."""
+    for rows, reduction in ((1, "sum"), (4, "sum"), (4, "mean")):
+        layer = nn.Linear(5, 3, dtype=torch.float64)
+        before, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+        x, target = torch.randn(rows, 5, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+        optimizer = DGD(layer, lr=0.3, reduction=reduction)
+        y = layer(x)
+        loss = (y - target).pow(4)
+        (loss.sum() if reduction == "sum" else loss.sum() / rows).backward()
+        gradient = 4 * (y.detach() - target).pow(3)
+        optimizer.step()
+        after = layer.weight.detach().clone().requires_grad_()
+        errors = 0.5 * (x @ after.T + gradient).square().sum() / (1 if reduction == "sum" else rows)
+        objective = errors + (after - before).square().sum() / (2 * 0.3)
+        (slope,) = torch.autograd.grad(objective, after)
+        assert slope.abs().max() < EXACT * objective
+        close(layer.bias, bias - 0.3 * gradient.sum(0) / (1 if reduction == "sum" else rows), EXACT)
+        if rows == 1:
+            rate = 0.3 / (1 + 0.3 * x.square().sum())
+            close(layer.weight, before - rate * (before @ x.T @ x + gradient.T @ x), EXACT)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dgd_reads_each_row_once(reentrant: bool) -> None:
+    """Over accumulated batches, and where checkpointing replays the layers; forgotten with the gradients."""
+    ids, ends = zoo.tokens(2, 19), []
+    for checkpointing in (False, True):
+        model = zoo.build("hope_attention-e1", torch.float64)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        optimizer = DGD(model, lr=0.1)
+        model(ids, labels=ids).loss.backward()
+        optimizer.zero_grad()
+        for row in ids.split(1):
+            (model(row, labels=row).loss / 2).backward()
+        optimizer.step()
+        ends.append(model.state_dict())
+    model = zoo.build("hope_attention-e1", torch.float64)
+    whole = DGD(model, lr=0.1)
+    model(ids, labels=ids).loss.backward()
+    whole.step()
+    ends.append(model.state_dict())
+    for key, value in ends[0].items():
+        close(ends[1][key], value, EXACT)
+        close(ends[2][key], value, EXACT)
+    with pytest.raises(ValueError, match="reduction: expected one of"):
+        DGD(model, reduction="none")

@@ -73,7 +73,7 @@ class DGD(Optimizer):
         self._inputs.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on the rows and gradients gathered since the last."""
         loss = None
         if closure is not None:

@@ -21,7 +21,8 @@ def matrix_groups(model: nn.Module, weight_decay: float = 0.0) -> list[dict[str,
     if one of them is an embedding.
     """
     others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
     if head is not None:
         others.add(id(head.weight))
     parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -104,7 +105,7 @@ class M3(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step."""
         loss = None
         if closure is not None:

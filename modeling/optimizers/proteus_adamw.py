@@ -200,6 +200,7 @@ class ProteusAdamW(Optimizer):
     @torch.no_grad()
     def _closed(self, parameter: Tensor, group: dict[str, Any]) -> list[Tensor]:
         """The closed slices of the parameter's gradient."""
+        assert parameter.grad is not None
         return self._slices(parameter, group)(parameter.grad)[self._open(group) :]
 
     def _slices(self, parameter: Tensor, group: dict[str, Any]) -> Callable[[Tensor], list[Tensor]]:
@@ -223,7 +224,7 @@ class ProteusAdamW(Optimizer):
         return cut
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: every parameter takes up its gradient, those whose period ends here are updated."""
         loss = None
         if closure is not None:
@@ -238,7 +239,7 @@ class ProteusAdamW(Optimizer):
     def _step(self, group: dict[str, Any], count: int) -> None:
         due, sums = group["steps_done"] % group["period"] == 0, group["period"] > 1
         # The open slices of weights, new gradients, gradients to apply, moments; their counters.
-        weights, new, gradients, first, second, counters = ([] for _ in range(6))  # type: ignore[var-annotated]
+        weights, new, gradients, first, second, counters = ([] for _ in range(6))
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue

@@ -39,6 +39,8 @@ from memzoo.modeling.hope_attention import (
     HopeAttentionModel,
 )
 from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
+from memzoo.modeling.optimizers.dgd import DGD
+from memzoo.modeling.optimizers.m3 import M3, matrix_groups
 from memzoo.modeling.optimizers.proteus_adamw import ProteusAdamW, ProteusCallback, parameter_groups
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
 from memzoo.modeling.swdt import SWDTForCausalLM, SWDTForSequenceClassification, SWDTModel
@@ -93,6 +95,8 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
 
 __all__ = [
     "ARCHITECTURES",
+    "DGD",
+    "M3",
     "AtlasConfig",
     "AtlasForCausalLM",
     "AtlasForSequenceClassification",
@@ -153,6 +157,7 @@ __all__ = [
     "TransformerPlusPlusForSequenceClassification",
     "TransformerPlusPlusModel",
     "load_memory",
+    "matrix_groups",
     "parameter_groups",
     "save_memory",
 ]
