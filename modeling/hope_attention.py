@@ -6,13 +6,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from memzoo.configuration.hope import HopeAttentionConfig
-from memzoo.modeling.decoder import (
-    MemoryForCausalLM,
-    MemoryForSequenceClassification,
-    MemoryModel,
-    MemoryPreTrainedModel,
-    Mixer,
-)
+from memzoo.modeling.decoder import MemoryForSequenceClassification, MemoryPreTrainedModel, Mixer
+from memzoo.modeling.in_context import ChainForCausalLM, ChainModel
 from memzoo.modeling.mixers.chain import ChainBlock
 from memzoo.modeling.mixers.matrix_memory import mixer_of
 
@@ -30,11 +25,11 @@ class HopeAttentionPreTrainedModel(MemoryPreTrainedModel):
         return ChainBlock(config, cls.make_mixer(config, layer_idx))
 
 
-class HopeAttentionModel(HopeAttentionPreTrainedModel, MemoryModel):
+class HopeAttentionModel(HopeAttentionPreTrainedModel, ChainModel):
     """The backbone; see `HopeAttentionConfig`."""
 
 
-class HopeAttentionForCausalLM(HopeAttentionPreTrainedModel, MemoryForCausalLM):
+class HopeAttentionForCausalLM(HopeAttentionPreTrainedModel, ChainForCausalLM):
     """The backbone with a next-token head.
 
     Example:

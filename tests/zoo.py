@@ -111,6 +111,12 @@ TINY |= {
         mlp_bias=True,
     ),
     "hope_attention-e1": _matrix(memzoo.HopeAttentionConfig, chain_periods=[3, 1]),
+    "hope_attention-context-e1": _matrix(
+        memzoo.HopeAttentionConfig,
+        chain_learning="in_context",
+        chain_periods=[2 * CHUNK, CHUNK],
+        chain_step_size=0.01,
+    ),
     "hope_attention-independent": _matrix(
         memzoo.HopeAttentionConfig,
         layer_types=["sliding_attention", "full_attention"],
