@@ -35,7 +35,8 @@ class ChainConfig(MemoryConfig):
             `"independent"`: all read the same input and their outputs are added up with learned weights (Eq 74).
         chain_step_size: step size on the sum of a period's gradients, in context; 0 for the static model.
         chain_second_order: whether training in context differentiates through the updates, too; costs a graph of the
-            whole sequence, and attention that can be differentiated twice (`"eager"`).
+            whole sequence, and attention that can be differentiated twice: `"eager"`, or `"sdpa"` under
+            `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
     """
 
     chain_learning: str = "stream"

@@ -131,7 +131,7 @@ class ChainModel(MemoryModel):
         chunk = states[0].chunk
         assert chunk is not None
         chunk = Chunk(_written(chunk.inputs, self._constant(hidden), part), _written(chunk.ids, ids, part))
-        seen, new_states = [hidden], []
+        seen, new_states = [hidden], list[ChainState]()
         for layer, state in zip(self.layers, states, strict=True):
             changes = tuple(level.change for level in state.levels)
             hidden, mixer = layer(hidden, part.step, state.mixer, True, changes)
@@ -147,10 +147,10 @@ class ChainModel(MemoryModel):
             none, none, none, {width: (cos[:, :1], sin[:, :1]) for width, (cos, sin) in whole.rotary.items()}
         )
         chunk = Chunk(hidden.new_zeros(rows, size, hidden.shape[2]), none.new_zeros(rows, size))
-        states = []
+        states = list[ChainState]()
         for layer in self.layers:
             # Rows without a token leave a mixer's state as it is before the first.
-            _, mixer = layer.mixer(torch.zeros_like(hidden[:, :1]), nothing, None)  # type: ignore[operator, union-attr]
+            _, mixer = layer.mixer(torch.zeros_like(hidden[:, :1]), nothing, None)  # type: ignore[operator]
             levels = []
             for level, period in zip(layer.chain.levels, self.config.level_periods, strict=True):  # type: ignore[union-attr, arg-type]
                 zero, nested = level.no_change(rows), self._outer(period) is not None
@@ -217,7 +217,7 @@ class ChainModel(MemoryModel):
             rotary = self._rotary(Rows((len(position), chunk.ids.shape[1]), position), hidden)
             step = Step(position, None, added, rotary)
             for layer, state, own in zip(self.layers, states, changes, strict=True):
-                hidden = layer.again(hidden, step, state.anchor, own)  # type: ignore[operator, union-attr]
+                hidden = layer.again(hidden, step, state.anchor, own)  # type: ignore[operator]
             labels = torch.cat([chunk.ids[:, 1:], first[:, None]], dim=1)
             logits = self._taught(self.norm(hidden))
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -328,7 +328,7 @@ def _constant(x: Tensor) -> Tensor:
 
 def _leaf(x: Tensor) -> Tensor:
     """`x` as something to take gradients of."""
-    return x if x.requires_grad else x.detach().requires_grad_()
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
 
 def _plus(a: Change | tuple[()], b: Change | tuple[()], scale: float = 1.0) -> Change:

@@ -1,15 +1,20 @@
-"""Chains of levels: what they reduce to, and what their configs refuse."""
+"""Chains of levels: what they reduce to, what they learn in context, and what their configs refuse."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
-from tolerances import MODEL, close
+from tolerances import MODEL, close, error
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from memzoo import HopeAttentionConfig, HopeAttentionForCausalLM
+from memzoo import HopeAttentionConfig, HopeAttentionForCausalLM, MemoryCache
 
 LENGTH = 6 * zoo.CHUNK + 3
 
@@ -85,6 +90,158 @@ def test_the_levels_take_their_turns() -> None:
     assert (model(ids).logits - before).abs().max() > 1e-2
 
 
+# In context -----------------------------------------------------------------------------------------------------------
+
+CONTEXT = "hope_attention-context-e1"
+C = zoo.CHUNK
+CHAINS = [
+    {},
+    {"chain": "nested", "chain_periods": [2 * C, 4 * C, C]},
+    {"chain": "independent", "layer_types": ["sliding_attention"] * 2, "mlp_bias": True},
+    {"chain_periods": [C]},
+]
+
+
+def in_context(**options: object) -> PreTrainedModel:
+    return zoo.build(CONTEXT, torch.float64, **options).eval()
+
+
+def by_equation(model: PreTrainedModel, ids: Tensor, second_order: bool = False) -> Tensor:
+    """Eq 71 and 72 of arXiv 2512.24695 for one sequence `[1, T]`: a static model whose weights are exchanged chunk by
+    chunk, with its ordinary cache. Differentiable with respect to the parameters, through the updates or not."""
+    config = model.config
+    chain = "independent" if config.chain == "independent" else "sequential"
+    kept = ("chain_periods", "layer_types", "mlp_bias")
+    static = in_context(chain_learning="stream", chain=chain, **{key: getattr(config, key) for key in kept})
+    weights = dict(model.named_parameters())
+    fast = [name for name in weights if "chain.levels" in name and "_proj.weight" in name]
+    period = {name: config.level_periods[int(name.split("levels.")[1][0])] for name in fast}
+    slower = {name: [p for p in config.level_periods if p > period[name]] for name in fast}
+    outer = {name: min(slower[name]) if slower[name] and config.chain == "nested" else None for name in fast}
+    own, start = ({name: weights[name] for name in fast} for _ in range(2))
+    gathered, gathered_start = ({name: torch.zeros_like(weights[name]) for name in fast} for _ in range(2))
+    cache, logits = MemoryCache(static.config), []
+    size = min(config.level_periods)
+    for low in range(0, ids.shape[1], size):
+        chunk = ids[:, low : low + size]
+        own = {name: x.view_as(x) for name, x in own.items()}
+        out = functional_call(static, {**weights, **own}, (chunk,), {"cache": cache})
+        logits.append(out.logits)
+        high = low + size
+        if high >= ids.shape[1]:
+            break
+        error = F.cross_entropy(out.logits[0], ids[0, low + 1 : high + 1], reduction="sum")
+        slopes = torch.autograd.grad(error, list(own.values()), create_graph=second_order, retain_graph=True)
+        for name, slope in zip(fast, slopes, strict=True):
+            gathered[name] = gathered[name] + slope
+            gathered_start[name] = gathered_start[name] + slope
+            if high % period[name] == 0:
+                own[name] = own[name] - config.chain_step_size * gathered[name]
+                gathered[name] = torch.zeros_like(slope)
+            if outer[name] is not None and high % outer[name] == 0:
+                start[name] = start[name] - config.chain_step_size * gathered_start[name]
+                own[name], gathered_start[name] = start[name], torch.zeros_like(slope)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("options", CHAINS)
+@pytest.mark.parametrize("second_order", [False, True])
+def test_learning_in_context_is_the_equation(options: dict[str, object], second_order: bool) -> None:
+    """Logits, and the gradient of a loss on them with respect to every parameter, in first and second order."""
+    model = in_context(**options, chain_second_order=second_order)
+    ids = zoo.tokens(2, 6 * C + 3)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
+        got = model(ids).logits
+        want = torch.cat([by_equation(model, row, second_order) for row in ids.split(1)])
+        close(got, want, MODEL[torch.float64])
+        target = torch.randn_like(got)
+        found = torch.autograd.grad((got * target).sum(), list(model.parameters()))
+        expected = torch.autograd.grad((want * target).sum(), list(model.parameters()))
+    for (name, _), x, y in zip(model.named_parameters(), found, expected, strict=True):
+        assert error(x, y) < MODEL[torch.float64], name
+
+
+def test_second_order_differs_from_first() -> None:
+    """And both from a model that does not learn."""
+    ids, gradients = zoo.tokens(1, 4 * C), []
+    for second_order in (False, True):
+        model = in_context(chain_second_order=second_order)
+        weight = model.model.layers[0].chain.levels[0].mlp.up_proj.weight
+        with sdpa_kernel(SDPBackend.MATH):
+            gradients.append(torch.autograd.grad(model(ids).logits.square().sum(), weight)[0])
+    assert error(gradients[0], gradients[1]) > 1e-3
+
+
+def test_without_a_step_size_nothing_is_learned() -> None:
+    ids, model = zoo.tokens(2, 6 * C + 3), in_context(chain_step_size=0.0)
+    static = in_context(chain_learning="stream")
+    with torch.no_grad():
+        close(model(ids).logits, static(ids).logits, MODEL[torch.float64])
+        assert error(in_context()(ids).logits, static(ids).logits) > 1e-2
+
+
+@pytest.mark.parametrize("options", CHAINS[:2])
+def test_no_token_changes_what_was_read_before_it(options: dict[str, object]) -> None:
+    """Nor does it as a label: later tokens are exchanged, and every earlier logit keeps its bits."""
+    model, ids, other = in_context(**options), zoo.tokens(1, 4 * C + 2), zoo.tokens(1, 4 * C + 2, seed=1)
+    with torch.no_grad():
+        want = model(ids).logits
+        for t in range(1, ids.shape[1]):
+            changed = torch.where(torch.arange(ids.shape[1]) < t, ids, other % (zoo.VOCAB - 1) + 1)
+            got = model(changed).logits
+            assert torch.equal(got[:, :t], want[:, :t])
+            assert not torch.equal(got[:, t:], want[:, t:])
+
+
+def test_updates_come_at_multiples_of_the_periods() -> None:
+    """A level's own weights change when the token after its period is read, and stay the same in between."""
+    model, ids = in_context(), zoo.tokens(1, 5 * C)
+    cache, before, moves = MemoryCache(model.config), None, []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            model(token, cache=cache)
+            changes = [level.change[1] for level in cache.states[0].levels]
+            if before is not None:
+                moves.append([not torch.equal(x, y) for x, y in zip(changes, before, strict=True)])
+            before = changes
+    slow, fast = zip(*moves, strict=True)
+    assert [at + 1 for at, moved in enumerate(fast) if moved] == [C, 2 * C, 3 * C, 4 * C]
+    assert [at + 1 for at, moved in enumerate(slow) if moved] == [2 * C, 4 * C]
+
+
+def test_learning_in_context_helps_on_a_text_that_repeats() -> None:
+    """A window too short to see the repetition, so that only the levels' own weights can remember it."""
+    ids = zoo.tokens(4, 9).repeat(1, 12)
+    losses = []
+    for step_size in (0.0, 0.02):
+        model = in_context(chain_step_size=step_size, layer_types=["sliding_attention"] * 2, sliding_window=2)
+        with torch.no_grad():
+            logits = model(ids).logits[:, -10:-1]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), ids[:, -9:].flatten()).item())
+    assert losses[1] < 0.5 * losses[0]
+
+
+def test_the_head_teaches() -> None:
+    """The head of the language model, wherever it comes from: made anew, copied, loaded; alone, the embedding."""
+    model, ids = in_context(), zoo.tokens(1, 3 * C)
+    with torch.no_grad():
+        want = model.model(ids).last_hidden_state
+        twin = copy.deepcopy(model)
+        model.lm_head.weight.neg_()
+        assert error(model.model(ids).last_hidden_state, want) > 1e-3
+        close(twin.model(ids).last_hidden_state, want, MODEL[torch.float64])
+        model.lm_head = twin.lm_head
+        close(model.model(ids).last_hidden_state, want, MODEL[torch.float64])
+        alone = type(model.model)(model.config).double().eval()
+        alone.load_state_dict(model.model.state_dict())
+        tied = in_context(tie_word_embeddings=True)
+        tied.model.load_state_dict(model.model.state_dict())
+        close(alone(ids).last_hidden_state, tied.model(ids).last_hidden_state, MODEL[torch.float64])
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
 def test_level_sizes() -> None:
     assert HopeAttentionConfig.preset("170m").level_sizes == [640, 704, 704]
     assert HopeAttentionConfig(intermediate_size=40, chain_periods=[2, 1]).level_sizes == [20, 20]
@@ -98,6 +255,10 @@ def test_level_sizes() -> None:
         ({"chain_periods": [2, 0]}, r"chain_periods=\[2, 0\]"),
         ({"chain_periods": [2, 1], "chain_sizes": [8]}, r"chain_sizes=\[8\]: expected None, or 2 widths"),
         ({"chain_sizes": [8, 0, 8]}, r"chain_sizes=\[8, 0, 8\]"),
+        ({"chain": "nested"}, "chain='nested': expected 'nested' in context alone"),
+        ({"chain_learning": "context"}, "chain_learning='context': expected one of"),
+        ({"chain_learning": "in_context", "chain_periods": [6, 4]}, r"chain_periods=\[6, 4\]: expected multiples"),
+        ({"chain_step_size": -1.0}, "chain_step_size=-1.0: expected at least 0"),
         ({"chain": "parallel"}, "chain='parallel': expected one of"),
         ({"capacity_blocks": 2}, "capacity_blocks=2"),
     ],

@@ -55,7 +55,7 @@ def parameter_groups(
         ValueError: a pattern that fits no parameter.
     """
     if periods is None:
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         levels = config.level_periods if getattr(config, "chain_learning", None) == "stream" else []
         periods = {rf"\bchain\.levels\.{level}\.": period for level, period in enumerate(levels)}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
