@@ -8,13 +8,13 @@ from transformers import PreTrainedConfig
 from memzoo.configuration.hope import HopeAttentionConfig
 from memzoo.modeling.decoder import MemoryForSequenceClassification, MemoryPreTrainedModel, Mixer
 from memzoo.modeling.in_context import ChainForCausalLM, ChainModel
-from memzoo.modeling.mixers.chain import ChainBlock
+from memzoo.modeling.mixers.chain import chain_block
 from memzoo.modeling.mixers.matrix_memory import mixer_of
 
 
 class HopeAttentionPreTrainedModel(MemoryPreTrainedModel):
     config_class = HopeAttentionConfig
-    _no_split_modules = ["ChainBlock"]
+    _no_split_modules = ["ChainBlock", "InContextBlock"]
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
@@ -22,7 +22,7 @@ class HopeAttentionPreTrainedModel(MemoryPreTrainedModel):
 
     @classmethod
     def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
-        return ChainBlock(config, cls.make_mixer(config, layer_idx))
+        return chain_block(config, cls.make_mixer(config, layer_idx))
 
 
 class HopeAttentionModel(HopeAttentionPreTrainedModel, ChainModel):

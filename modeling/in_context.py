@@ -16,8 +16,6 @@ unless the config says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +26,7 @@ from transformers import PreTrainedConfig
 
 from memzoo.modeling.decoder import MemoryForCausalLM, MemoryModel, Step
 from memzoo.modeling.mixers.chain import Change
+from memzoo.modeling.parts import Part, joined, parts_of, placed
 from memzoo.modeling.sequences import Rows
 
 
@@ -64,24 +63,6 @@ class ChainState(NamedTuple):
     """In the first block."""
 
 
-class Part(NamedTuple):
-    """New tokens that fall into one chunk of each row."""
-
-    start: Tensor
-    """Index of each row's first one among its new tokens, `[R]`."""
-    begun: Tensor
-    """Tokens that the chunk held before, `[R]`."""
-    step: Step
-    columns: slice | Tensor
-    """Where they are among the new tokens: the same slice in all rows, or indices `[R, L']`."""
-
-    def of(self, x: Tensor) -> Tensor:
-        """The part's columns of `[R, L, ...]`."""
-        if isinstance(self.columns, slice):
-            return x[:, self.columns]
-        return x.gather(1, self.columns.view(*self.columns.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
-
-
 class ChainModel(MemoryModel):
     """A backbone whose blocks end in chains; see `ChainConfig`."""
 
@@ -111,13 +92,13 @@ class ChainModel(MemoryModel):
         whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
         if states[0] is None:
             states = self._begin(hidden, whole)
-        parts, seen = list(_parts(whole, hidden.shape[1], self.chunk_size)), []
+        parts, seen = list(parts_of(whole, hidden.shape[1], self.chunk_size)), []
         for part in parts:
             states = self._learned(states, part, part.of(ids))
             outputs, states = self._read_part(states, part, part.of(hidden), part.of(ids))
             seen.append(outputs if every else outputs[-1:])
-        joined = [rows.scatter(_joined(parts, list(same), hidden)) for same in zip(*seen, strict=True)]
-        return [*joined[:-1], self.norm(joined[-1])], states if keep else [None] * len(states)
+        together = [rows.scatter(joined(parts, list(same), hidden)) for same in zip(*seen, strict=True)]
+        return [*together[:-1], self.norm(together[-1])], states if keep else [None] * len(states)
 
     @property
     def chunk_size(self) -> int:
@@ -134,7 +115,7 @@ class ChainModel(MemoryModel):
         seen, new_states = [hidden], list[ChainState]()
         for layer, state in zip(self.layers, states, strict=True):
             changes = tuple(level.change for level in state.levels)
-            hidden, mixer = layer(hidden, part.step, state.mixer, True, changes)
+            hidden, mixer = layer.read(hidden, part.step, state.mixer, changes)  # type: ignore[operator]
             seen.append(hidden)
             new_states.append(state._replace(mixer=mixer, chunk=None if new_states else chunk))
         return seen, new_states
@@ -149,8 +130,7 @@ class ChainModel(MemoryModel):
         chunk = Chunk(hidden.new_zeros(rows, size, hidden.shape[2]), none.new_zeros(rows, size))
         states = list[ChainState]()
         for layer in self.layers:
-            # Rows without a token leave a mixer's state as it is before the first.
-            _, mixer = layer.mixer(torch.zeros_like(hidden[:, :1]), nothing, None)  # type: ignore[operator]
+            mixer = layer.begin(hidden[:, :1], nothing)  # type: ignore[operator]
             levels = []
             for level, period in zip(layer.chain.levels, self.config.level_periods, strict=True):  # type: ignore[union-attr, arg-type]
                 zero, nested = level.no_change(rows), self._outer(period) is not None
@@ -217,7 +197,7 @@ class ChainModel(MemoryModel):
             rotary = self._rotary(Rows((len(position), chunk.ids.shape[1]), position), hidden)
             step = Step(position, None, added, rotary)
             for layer, state, own in zip(self.layers, states, changes, strict=True):
-                hidden = layer.again(hidden, step, state.anchor, own)  # type: ignore[operator]
+                hidden = layer.read_again(hidden, step, state.anchor, own)  # type: ignore[operator]
             labels = torch.cat([chunk.ids[:, 1:], first[:, None]], dim=1)
             logits = self._taught(self.norm(hidden))
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -262,54 +242,11 @@ class ChainForCausalLM(MemoryForCausalLM):
             self.model.teacher = (value,)
 
 
-def _parts(step: Step, tokens: int, size: int) -> Iterator[Part]:
-    """The new tokens, cut where chunks end; each row has its own cuts."""
-    begun, zero = step.position % size, torch.zeros_like(step.position)
-    if step.lengths is None and bool((begun == begun[0]).all()):
-        first = int(begun[0])
-        bounds = [0, *range(size - first, tokens, size), tokens]
-        for low, high in pairwise(bounds):
-            columns = slice(low, high)
-            rotary = {width: (cos[:, columns], sin[:, columns]) for width, (cos, sin) in step.rotary.items()}
-            part = Step(step.position + low, None, zero + (high - low), rotary)
-            yield Part(zero + low, begun if low == 0 else zero, part, columns)
-        return
-    for index in range(max(1, -(-int((begun + step.added).max()) // size))):
-        start = (index * size - begun).clamp(min=0)
-        added = (torch.minimum(step.added, (index + 1) * size - begun) - start).clamp(min=0)
-        start = torch.minimum(start, step.added)
-        place = start[:, None] + torch.arange(max(1, int(added.max())), device=added.device)
-        at = place.clamp(max=tokens - 1)
-        whole = Part(start, begun if index == 0 else zero, step, at)
-        rotary = {width: (whole.of(cos), whole.of(sin)) for width, (cos, sin) in step.rotary.items()}
-        yield whole._replace(step=Step(step.position + start, added, added, rotary))
-
-
-def _joined(parts: list[Part], outputs: list[Tensor], like: Tensor) -> Tensor:
-    """The parts' outputs `[R, L', D]` in the order of the new tokens."""
-    if isinstance(parts[0].columns, slice):
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-    joined = torch.zeros_like(like, dtype=outputs[0].dtype)
-    place = torch.arange(like.shape[1], device=like.device)
-    for part, output in zip(parts, outputs, strict=True):
-        joined = _inside(place, part.start, part.step.added, output, joined)
-    return joined
-
-
 def _written(chunk: Tensor, new: Tensor, part: Part) -> Tensor:
     """The running chunk `[R, C, ...]` with the part's tokens `[R, L', ...]` behind those that it held."""
-    return _inside(
+    return placed(
         torch.arange(chunk.shape[1], device=chunk.device), part.begun, part.step.added, new.to(chunk.dtype), chunk
     )
-
-
-def _inside(place: Tensor, first: Tensor, count: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` `[R, L', ...]` at the columns from `first` on, `count` of them in each row; `old` elsewhere."""
-    offset = place - first[:, None]
-    inside = (offset >= 0) & (offset < count[:, None])
-    shape = *offset.shape, *[1] * (old.ndim - 2)
-    index = offset.clamp(0, new.shape[1] - 1).view(shape).expand(-1, -1, *old.shape[2:])
-    return torch.where(inside.view(shape), new.gather(1, index), old)
 
 
 def _where(due: Tensor, new: Tensor, old: Tensor) -> Tensor:

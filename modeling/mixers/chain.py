@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -88,13 +89,40 @@ class ChainBlock(GradientCheckpointingLayer):
         self.mixer = mixer
         self.chain = Chain(config)
 
-    def forward(
-        self, hidden: Tensor, step: Step, state: Any, keep_state: bool, changes: tuple[Change, ...] | None = None
-    ) -> tuple[Tensor, Any]:
+    def forward(self, hidden: Tensor, step: Step, state: Any, keep_state: bool) -> tuple[Tensor, Any]:
         mixed, state = self.mixer(self.mixer_norm(hidden), step, state)
-        return self.chain(hidden + mixed, changes), state if keep_state else None
+        return self.chain(hidden + mixed), state if keep_state else None
 
-    def again(self, hidden: Tensor, step: Step, state: Any, changes: tuple[Change, ...]) -> Tensor:
+
+class InContextBlock(ChainBlock):
+    """The same with changes of the levels' weights in each row.
+
+    It takes and returns states as their tensors, with the form that they make up: a checkpoint in the old style follows
+    no gradient into a tree.
+    """
+
+    def forward(self, hidden: Tensor, step: Step, form: TreeSpec, *tensors: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        state, changes = tree_unflatten(tensors, form)
+        mixed, state = self.mixer(self.mixer_norm(hidden), step, state)
+        new, form = tree_flatten(state)
+        return self.chain(hidden + mixed, changes), form, *new
+
+    def read(self, hidden: Tensor, step: Step, state: Any, changes: tuple[Change, ...]) -> tuple[Tensor, Any]:
+        """Outputs and the new state, both trees."""
+        tensors, form = tree_flatten((state, changes))
+        hidden, form, *new = self(hidden, step, form, *tensors)
+        return hidden, tree_unflatten(new, form)
+
+    def read_again(self, hidden: Tensor, step: Step, state: Any, changes: tuple[Change, ...]) -> Tensor:
         """The same outputs once more, outside of hooks and checkpoints."""
         mixed, _ = self.mixer.forward(self.mixer_norm(hidden), step, state)
         return self.chain(hidden + mixed, changes)
+
+    def begin(self, like: Tensor, step: Step) -> Any:
+        """The mixer's state before the first token, which rows without a token leave as it is."""
+        return self.mixer.forward(torch.zeros_like(like), step, None)[1]
+
+
+def chain_block(config: PreTrainedConfig, mixer: Mixer) -> ChainBlock:
+    """The block for the config's way of learning."""
+    return (InContextBlock if config.chain_learning == "in_context" else ChainBlock)(config, mixer)
