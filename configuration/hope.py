@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 
 from memzoo.configuration.base import MemoryConfig, require
+from memzoo.configuration.deep_memory import MEMORY_ACTIVATIONS
 from memzoo.configuration.matrix_memory import TransformerPlusPlusConfig
 
 CHAINS = ("sequential", "nested", "independent")
@@ -107,3 +108,64 @@ class HopeAttentionConfig(ChainConfig, TransformerPlusPlusConfig):
     """
 
     model_type = "memzoo_hope_attention"
+
+
+@strict
+class HopeConfig(ChainConfig):
+    """Hope (arXiv 2512.24695, section 8): self-modifying memories followed by a chain of levels that learn in context.
+
+    Source: Eq 83-97. Deviations: see `memzoo.modeling.mixers.self_modifying`; where the paper is silent (chunk sizes,
+    widths, step sizes) the defaults are ours. Hope with attention in the place of the memories is Hope-Attention.
+
+    Args:
+        adaptive_query: whether queries come from a memory, too (Eq 83 lists it; Eq 86 and the ablation leave it out).
+        memory_expansion: hidden width of each memory over the head width.
+        memory_activation: activation between a memory's layers.
+        chunk_size: tokens between two boundaries of the memory that is read; part of the model.
+        self_chunk_size: the same for the memories that make keys, values and gates; a multiple of `chunk_size`.
+        conv_width: width of the short causal convolution on what the memories read; 1 for none.
+        max_step_size: upper end of the step size; `None` for `min(1, 4 / self_chunk_size)`, since up to so many steps
+            are taken at one point.
+        max_gradient_norm: bound of one token's gradient of one memory, `None` for none. Not in the paper: memories that
+            make their own targets could grow without limit.
+    """
+
+    model_type = "memzoo_hope"
+
+    chain_learning: str = "in_context"
+    adaptive_query: bool = False
+    memory_expansion: int = 4
+    memory_activation: str = "gelu"
+    chunk_size: int = 16
+    self_chunk_size: int = 64
+    conv_width: int = 4
+    max_step_size: float | int | None = None
+    max_gradient_norm: float | int | None = 10.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.validate_hope()
+
+    @property
+    def step_limit(self) -> float:
+        """Upper end of the step size."""
+        return min(1.0, 4.0 / self.self_chunk_size) if self.max_step_size is None else self.max_step_size
+
+    def validate_hope(self) -> None:
+        """Part of the `@strict` validation."""
+        for field in ("memory_expansion", "chunk_size", "self_chunk_size", "conv_width"):
+            require(getattr(self, field) >= 1, self, field, "at least 1")
+        require(self.memory_activation in MEMORY_ACTIVATIONS, self, "memory_activation", f"one of {MEMORY_ACTIVATIONS}")
+        require(
+            self.self_chunk_size % self.chunk_size == 0,
+            self,
+            "self_chunk_size",
+            f"a multiple of chunk_size={self.chunk_size}",
+        )
+        require(
+            self.max_step_size is None or 0 < self.max_step_size <= 1, self, "max_step_size", "above 0 to 1, or None"
+        )
+        require(
+            self.max_gradient_norm is None or self.max_gradient_norm > 0, self, "max_gradient_norm", "above 0, or None"
+        )
+        require(self.capacity_blocks == 1, self, "capacity_blocks", "1: these memories have no capacity schedule")

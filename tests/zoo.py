@@ -125,6 +125,13 @@ TINY |= {
         chain="independent",
     ),
 }
+_HOPE = {"capacity_context": 3, "max_step_size": 0.25, "chunk_size": CHUNK // 2, "self_chunk_size": CHUNK}
+TINY |= {
+    "hope-e1": memzoo.HopeConfig(**_SHARED, **_HOPE, chain_periods=[2 * CHUNK, CHUNK], chain_step_size=0.01),
+    "hope-stream": memzoo.HopeConfig(
+        **_SHARED, **_HOPE, adaptive_query=True, chain_learning="stream", chain_periods=[2, 1]
+    ),
+}
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
 QUICK = ["titans-mag-e1", "titans-mac-e16", "omeganet-lmm-e1", "atlas-gated-token-e16", "deltanet-e4", "swla-e1"]
 NAMES = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)
