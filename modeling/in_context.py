@@ -16,12 +16,15 @@ unless the config says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
 
 from memzoo.modeling.decoder import MemoryForCausalLM, MemoryModel, Step
@@ -91,7 +94,8 @@ class ChainModel(MemoryModel):
             ids = self._nearest(hidden)
         whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
         if states[0] is None:
-            states = self._begin(hidden, whole)
+            with _unsharded(self.layers):
+                states = self._begin(hidden, whole)
         parts, seen = list(parts_of(whole, hidden.shape[1], self.chunk_size)), []
         for part in parts:
             states = self._learned(states, part, part.of(ids))
@@ -196,13 +200,14 @@ class ChainModel(MemoryModel):
             hidden, added = chunk.inputs, torch.full_like(position, chunk.ids.shape[1])
             rotary = self._rotary(Rows((len(position), chunk.ids.shape[1]), position), hidden)
             step = Step(position, None, added, rotary)
-            for layer, state, own in zip(self.layers, states, changes, strict=True):
-                hidden = layer.read_again(hidden, step, state.anchor, own)  # type: ignore[operator]
             labels = torch.cat([chunk.ids[:, 1:], first[:, None]], dim=1)
-            logits = self._taught(self.norm(hidden))
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            error = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
-            slopes = torch.autograd.grad(error, pytree.tree_leaves(changes), create_graph=second)
+            with _unsharded(self.layers):
+                for layer, state, own in zip(self.layers, states, changes, strict=True):
+                    hidden = layer.read_again(hidden, step, state.anchor, own)  # type: ignore[operator]
+                logits = self._taught(self.norm(hidden))
+                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                error = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+                slopes = torch.autograd.grad(error, pytree.tree_leaves(changes), create_graph=second)
         return pytree.tree_unflatten(slopes, pytree.tree_structure(changes))
 
     def _updated(self, level: LevelState, slope: Change, period: int, position: Tensor) -> LevelState:
@@ -240,6 +245,19 @@ class ChainForCausalLM(MemoryForCausalLM):
         super().__setattr__(name, value)
         if name == "lm_head" and isinstance(getattr(self, "model", None), ChainModel):
             self.model.teacher = (value,)
+
+
+@contextmanager
+def _unsharded(layers: nn.ModuleList) -> Iterator[None]:
+    """Whole weights for what is computed outside of FSDP2's hooks."""
+    sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for layer in sharded:
+        layer.unshard()
+    try:
+        yield
+    finally:
+        for layer in sharded:
+            layer.reshard()
 
 
 def _written(chunk: Tensor, new: Tensor, part: Part) -> Tensor:
