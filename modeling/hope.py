@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from memzoo.configuration.hope import HopeConfig
-from memzoo.modeling.decoder import MemoryForSequenceClassification, MemoryPreTrainedModel, Mixer
-from memzoo.modeling.in_context import ChainForCausalLM, ChainModel
-from memzoo.modeling.mixers.chain import chain_block
+from memzoo.modeling.decoder import MemoryForSequenceClassification, Mixer
+from memzoo.modeling.in_context import ChainForCausalLM, ChainModel, ChainPreTrainedModel
 from memzoo.modeling.mixers.self_modifying import SelfModifying
 
 
-class HopePreTrainedModel(MemoryPreTrainedModel):
+class HopePreTrainedModel(ChainPreTrainedModel):
     config_class = HopeConfig
-    _no_split_modules = ["ChainBlock", "InContextBlock"]
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
         return SelfModifying(config, layer_idx)
-
-    @classmethod
-    def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
-        return chain_block(config, cls.make_mixer(config, layer_idx))
 
 
 class HopeModel(HopePreTrainedModel, ChainModel):

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from memzoo.configuration.hope import HopeAttentionConfig
-from memzoo.modeling.decoder import MemoryForSequenceClassification, MemoryPreTrainedModel, Mixer
-from memzoo.modeling.in_context import ChainForCausalLM, ChainModel
-from memzoo.modeling.mixers.chain import chain_block
+from memzoo.modeling.decoder import MemoryForSequenceClassification, Mixer
+from memzoo.modeling.in_context import ChainForCausalLM, ChainModel, ChainPreTrainedModel
 from memzoo.modeling.mixers.matrix_memory import mixer_of
 
 
-class HopeAttentionPreTrainedModel(MemoryPreTrainedModel):
+class HopeAttentionPreTrainedModel(ChainPreTrainedModel):
     config_class = HopeAttentionConfig
-    _no_split_modules = ["ChainBlock", "InContextBlock"]
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
         return mixer_of(None, config, layer_idx)
-
-    @classmethod
-    def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
-        return chain_block(config, cls.make_mixer(config, layer_idx))
 
 
 class HopeAttentionModel(HopeAttentionPreTrainedModel, ChainModel):

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
 
-from memzoo.modeling.decoder import MemoryForCausalLM, MemoryModel, Step
-from memzoo.modeling.mixers.chain import Change
+from memzoo.modeling.decoder import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, Step
+from memzoo.modeling.mixers.chain import ChainBlock, Change, InContextBlock
 from memzoo.modeling.parts import Part, joined, parts_of, placed
 from memzoo.modeling.sequences import Rows
 
@@ -66,6 +66,23 @@ class ChainState(NamedTuple):
     """In the first block."""
 
 
+class ChainPreTrainedModel(MemoryPreTrainedModel):
+    """Base of the models whose blocks end in chains."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._no_split_modules = [self.block_class(config).__name__]  # accelerate asks for the blocks there are
+
+    @staticmethod
+    def block_class(config: PreTrainedConfig) -> type[ChainBlock]:
+        """The blocks of the config's way of learning."""
+        return InContextBlock if config.chain_learning == "in_context" else ChainBlock
+
+    @classmethod
+    def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
+        return cls.block_class(config)(config, cls.make_mixer(config, layer_idx))
+
+
 class ChainModel(MemoryModel):
     """A backbone whose blocks end in chains; see `ChainConfig`."""
 
@@ -86,6 +103,12 @@ class ChainModel(MemoryModel):
     ) -> tuple[list[Tensor], list[Any]]:
         if self.config.chain_learning == "stream":
             return super()._read(rows, input_ids, inputs_embeds, states, every, keep)
+        if torch.is_grad_enabled() and any(isinstance(layer, FSDPModule) for layer in self.layers):
+            raise ValueError(
+                f"{type(self).__name__}: training under FSDP2: a chain that learns in context reads each block several "
+                "times a pass, for which FSDP2 returns wrong gradients; expected whole blocks on every process. Use "
+                "DDP, or chain_learning='stream'."
+            )
         if inputs_embeds is None:
             ids = rows.gather(input_ids)  # type: ignore[arg-type]
             hidden = self._embed(ids)

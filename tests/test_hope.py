@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import zoo
 from tolerances import MODEL, close, error
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
@@ -239,6 +241,23 @@ def test_the_head_teaches() -> None:
         tied = in_context(tie_word_embeddings=True)
         tied.model.load_state_dict(model.model.state_dict())
         close(alone(ids).last_hidden_state, tied.model(ids).last_hidden_state, MODEL[torch.float64])
+
+
+def test_training_in_shards_is_refused(tmp_path: Path) -> None:
+    """Reading is not."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model, ids = in_context(), zoo.tokens(1, 3 * C)
+        with torch.no_grad():
+            want = model(ids).logits
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            close(model(ids).logits, want, MODEL[torch.float64])
+        with pytest.raises(ValueError, match=r"training under FSDP2: .* Use DDP, or chain_learning='stream'"):
+            model(ids)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # Self-modifying memories ----------------------------------------------------------------------------------------------

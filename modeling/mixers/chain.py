@@ -121,8 +121,3 @@ class InContextBlock(ChainBlock):
     def begin(self, like: Tensor, step: Step) -> Any:
         """The mixer's state before the first token, which rows without a token leave as it is."""
         return self.mixer.forward(torch.zeros_like(like), step, None)[1]
-
-
-def chain_block(config: PreTrainedConfig, mixer: Mixer) -> ChainBlock:
-    """The block for the config's way of learning."""
-    return (InContextBlock if config.chain_learning == "in_context" else ChainBlock)(config, mixer)
