@@ -281,8 +281,10 @@ def memories_by_equation(mixer: SelfModifying, u: Tensor, q: Tensor, head: int) 
         k = F.normalize(apply(anchor["k"], u[t]), dim=0)
         v = apply(anchor["v"], u[t])
         (r_eta, r_alpha), (b_eta, b_alpha) = mixer.gates.weight[:, head], mixer.gates.bias[:, head]
-        eta = mixer.step_limit * torch.sigmoid(r_eta @ apply(anchor["eta"], u[t]) + b_eta)
-        alpha = torch.sigmoid(-(r_alpha @ apply(anchor["alpha"], u[t])) - b_alpha)
+        eta, alpha = (apply(anchor[name], u[t]) for name in ("eta", "alpha"))
+        eta, alpha = (x / x.square().mean().sqrt() for x in (eta, alpha))
+        eta = mixer.step_limit * torch.sigmoid(r_eta @ eta + b_eta)
+        alpha = torch.sigmoid(-(r_alpha @ alpha) - b_alpha)
         query = F.normalize(apply(anchor["q"], u[t]) if "q" in now else q[t], dim=0)
         outputs.append(apply(anchor["memory"], query))
         for name, (w2, w1) in now.items():

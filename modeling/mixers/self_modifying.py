@@ -63,9 +63,9 @@ class SelfModifying(Mixer):
     Source: Nested Learning (arXiv 2512.24695), Eq 83-93. Deviations: a boundary is the end of the last chunk, where the
     printed index would be the end of the current one; memories are per head, on `u = SiLU(conv(x W_U))`, and keys and
     queries are scaled to unit length; Eq 88 as printed fits the first layer alone, the second has no `k k^T`; gates are
-    one number per head and token, `eta = limit sigmoid(<r, M_eta(u)> + b)` and `alpha = sigmoid(-<r, M_alpha(u)> - b)`
-    with learned r and b of each; one token's gradient is bounded by `max_gradient_norm`. There is no momentum, of which
-    the paper's ablation speaks and no equation.
+    one number per head and token, `eta = limit sigmoid(r . n(M_eta(u)) + b)` and
+    `alpha = sigmoid(-r . n(M_alpha(u)) - b)` with learned r and b of each and n an RMS norm; one token's gradient is
+    bounded by `max_gradient_norm`. There is no momentum, of which the paper's ablation speaks and no equation.
     """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
@@ -207,5 +207,6 @@ class GateReadout(nn.Module):
 
     def forward(self, step: Tensor, forget: Tensor, limit: float) -> tuple[Tensor, Tensor]:
         """`[B, L, H, d]` twice to `[B, L, H]` twice."""
-        logits = [(x * w).sum(-1) + b for x, w, b in zip((step, forget), self.weight, self.bias, strict=True)]
+        normed = (F.rms_norm(x, x.shape[-1:]) for x in (step, forget))
+        logits = [(x * w).sum(-1) + b for x, w, b in zip(normed, self.weight, self.bias, strict=True)]
         return limit * torch.sigmoid(logits[0]), F.logsigmoid(-logits[1])
