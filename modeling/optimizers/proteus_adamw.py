@@ -83,11 +83,11 @@ class ProteusAdamW(Optimizer):
 
     Source: Proteus (arXiv 2608.16844), Eq 14-15 and the schedule of Eq 12, in optimizer steps; Nested Learning (arXiv
     2512.24695), Eq 71, for the periods. With `blocks=1` and periods of 1 it is `torch.optim.AdamW` to the bit.
-    Deviations, each with a flag for the literal form: closed weights do not decay (Eq 15 decays them, to 0.135 of their
-    initial value before the last of 16 blocks opens at weight decay 0.1, though only selected ones are to be
-    updated); each block counts its own updates for the bias correction (Eq 15 counts all steps, which makes a
-    block's first update 0.45 or 3.2 times too long); blocks open over the first half of training (over all of it, the
-    last block would have 0.04 % of a cosine's learning rates left).
+    Deviations, each with a flag for the literal form: closed weights do not decay (Eq 15 decays them, though only
+    selected ones are to be updated); each block counts its own updates for the bias correction (Eq 15 counts all steps,
+    which makes a late block's first update 0.45 times as long as any other's at betas of 0.9 and 0.95, 3.2 times at 0.9
+    and 0.999); blocks open over the first half of training (over all of it, the last of 16 would have 0.04 % of a
+    cosine's learning rates left).
     The masks gate updates alone (Eq 14): a closed unit computes with its initial weights. Blocks open at multiples of
     every period, so that a block never enters in the middle of a sum.
 
@@ -198,13 +198,7 @@ class ProteusAdamW(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_armed", WeakIdKeyDictionary())
 
-    @torch.no_grad()
-    def _closed(self, parameter: Tensor, group: dict[str, Any]) -> list[Tensor]:
-        """The closed slices of the parameter's gradient."""
-        assert parameter.grad is not None
-        return self._slices(parameter, group)(parameter.grad)[self._open(group) :]
-
-    def _slices(self, parameter: Tensor, group: dict[str, Any]) -> Callable[[Tensor], list[Tensor]]:
+    def _slices(self, parameter: Tensor, group: dict[str, Any]) -> Callable[[Tensor | None], list[Tensor]]:
         """What cuts a tensor of the form of `parameter` into its blocks, on this process's part of it."""
         axis, blocks = group["unit_axis"], group["blocks"]
         if axis is None:
@@ -218,7 +212,7 @@ class ProteusAdamW(Optimizer):
             first, last = offset[axis], offset[axis] + shape[axis]
         bounds = [min(max(bound, first), last) - first for bound in bounds]
 
-        def cut(x: Tensor) -> list[Tensor]:
+        def cut(x: Tensor | None) -> list[Tensor]:
             whole = _local(x)
             return [whole.narrow(axis, low, high - low) for low, high in pairwise(bounds)]
 
@@ -244,7 +238,7 @@ class ProteusAdamW(Optimizer):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            cut, state = self._slices(parameter, group), self._state(parameter, group)
+            cut, state = self._slices(parameter, group), self._state(parameter, group, count)
             new += cut(parameter.grad)[:count]
             gradients += cut(state["gradient_sum"] if sums else parameter.grad)[:count]
             first += cut(state["exp_avg"])[:count]
@@ -283,9 +277,9 @@ class ProteusAdamW(Optimizer):
         if sums:
             torch._foreach_zero_(gradients)
 
-    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state(self, parameter: Tensor, group: dict[str, Any], count: int) -> dict[str, Tensor]:
         if _is_masked(group) and parameter not in self._armed:
-            if any(bool(piece.any()) for piece in self._closed(parameter, group)):
+            if any(bool(piece.any()) for piece in self._slices(parameter, group)(parameter.grad)[count:]):
                 raise ValueError(
                     "ProteusAdamW: a parameter was replaced after the optimizer was made (as sharding does), so that "
                     "its gradient was not masked before clipping; expected the same one. Call optimizer.arm() before "
@@ -306,11 +300,13 @@ def _is_masked(group: dict[str, Any]) -> bool:
     return group["unit_axis"] is not None and group["blocks"] > 1
 
 
-def _mask_gradient(optimizer: weakref.ref[ProteusAdamW], group: int, parameter: Tensor) -> None:
+@torch.no_grad()
+def _mask_gradient(optimizer: weakref.ref[ProteusAdamW], index: int, parameter: Tensor) -> None:
     """Zero in the gradient that has just arrived what is closed."""
     living = optimizer()
     if living is not None and parameter.grad is not None:
-        for piece in living._closed(parameter, living.param_groups[group]):
+        group = living.param_groups[index]
+        for piece in living._slices(parameter, group)(parameter.grad)[living._open(group) :]:
             piece.zero_()
 
 
@@ -321,7 +317,8 @@ class ProteusCallback(TrainerCallback):
         getattr(optimizer, "optimizer", optimizer).arm()
 
 
-def _local(x: Tensor) -> Tensor:
+def _local(x: Tensor | None) -> Tensor:
+    assert x is not None
     return x.to_local() if isinstance(x, DTensor) else x
 
 
