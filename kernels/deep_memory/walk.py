@@ -24,6 +24,7 @@ from memzoo.kernels.deep_memory.chunk import (
     read,
     read_backward,
 )
+from memzoo.kernels.registry import as_given
 
 
 class Ends(NamedTuple):
@@ -200,7 +201,7 @@ class Walk(torch.autograd.Function):
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
         d_coefficients = tensors.coefficients.map(torch.zeros_like)
         d_held: list[Tensor] = []
-        with torch.autocast(d_output.device.type, enabled=False):
+        with as_given(d_output.device):
             for at in reversed(range(tensors.key.shape[0])):
                 chunk = Chunk.of(network, ends, tensors, at)
                 part = chunk.network

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
 OP = Op(
     name="exponential_memory",
@@ -120,7 +120,7 @@ def exponential_memory(
     dtype = state.keys.dtype
     if log_retention is None:
         log_retention = torch.zeros_like(step_size[..., 0])
-    with torch.autocast(query.device.type, enabled=False):
+    with as_given(query.device):
         real = None
         if lengths is not None:
             real = torch.arange(query.shape[1], device=query.device) < lengths[:, None]  # [B, T]

@@ -68,9 +68,13 @@ class InnerGates(nn.Linear):
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
     def each(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
+        """`[B, T, D]` to a `[B, T, H]` per gate."""
+        return self.stacked(x).unbind(-2)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, G, H]` for G gates, in float32 or wider: a retention near 1 has no bfloat16 neighbours
         worth having. (`forward` is the linear layer's, as adapters expect of one.)"""
-        return widened(self(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
+        return widened(self(x)).unflatten(-1, (-1, self.heads))
 
 
 class InitialWeights(nn.Module):

@@ -37,15 +37,16 @@ class ExponentialMemory(MatrixMemory):
         return self.gates.each(x)
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
+        self, qk: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         steps, forget = controls[: self.lags], controls[self.lags :]
         _, v = self.opened(step, [], v)
         if self.normalizer:
             v = F.pad(v, (0, 1), value=1.0)
+        q, k = unit_length(qk).unbind(2)
         y, memory = exponential_memory(
-            unit_length(q),
-            unit_length(k),
+            q,
+            k,
             v,
             F.logsigmoid(-forget[0]) if forget else None,
             torch.sigmoid(torch.stack(list(steps), dim=-1)) / self.lags,
