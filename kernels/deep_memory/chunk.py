@@ -382,7 +382,6 @@ def _masked(network: Network, x: Tensor, is_open: Tensor | None, position: int) 
 class Read(NamedTuple):
     """What the backward of a read needs, per layer."""
 
-    z: list[Tensor]
     scores: list[Tensor]
     plain: list[list[Tensor]]
     hidden: list[Tensor]
@@ -402,12 +401,11 @@ def read(
     """`M_t(q_t)` for queries `[M, t, K]`."""
     units = network.units
     z = query
-    kept = Read([], [], [], [])
+    kept = Read([], [], [])
     for layer in range(network.depth):
         scores = z @ inputs[layer].mT
         y, plain = _anchor_product(network, layer, z, _pairs(layer, weights, slots, keep, momentum_read))
         y = y.baddbmm_(scores * write, deltas[layer], alpha=-1)
-        kept.z.append(z)
         kept.scores.append(scores)
         kept.plain.append(plain)
         if layer < network.depth - 1:
@@ -425,6 +423,7 @@ def _pairs(
 
 def read_backward(
     network: Network,
+    query: Tensor,
     d_output: Tensor,
     kept: Read,
     weights: Sequence[Tensor],
@@ -440,7 +439,7 @@ def read_backward(
     """Gradient of the query; all others are added to what is given."""
     g = d_output
     for layer in range(network.depth - 1, -1, -1):
-        z = kept.z[layer]
+        z = query if layer == 0 else network.units.value(kept.hidden[layer - 1])
         pairs = _pairs(layer, weights, slots, c.keep, c.momentum_read)
         d_pairs = _pairs(layer, d_weights, d_slots, d_c.keep, d_c.momentum_read)
         dz = _anchor_product_backward(network, layer, g, z, kept.plain[layer], pairs, d_pairs)
