@@ -36,6 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_the_run_describes_itself(results: dict) -> None:
     assert {"date", "command", "machine", "versions", "settings", "matrix_rate", "promises"} <= results.keys()
     assert {"python", "memzoo", "torch", "transformers"} <= results["versions"].keys()
@@ -43,6 +44,7 @@ def test_the_run_describes_itself(results: dict) -> None:
     assert results["promises"] == []
 
 
+@pytest.mark.slow
 def test_training_and_decoding_rows(results: dict) -> None:
     (training,) = results["training"]
     assert (training["case"], training["tokens"]) == ("titans-lmm", 128)
