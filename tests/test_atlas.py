@@ -75,7 +75,7 @@ def logits(model: PreTrainedModel, ids: Tensor | None = None) -> Tensor:
     return model(zoo.tokens(2, 19) if ids is None else ids).logits
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac"])
+@pytest.mark.parametrize("variant", ["lmm", *zoo.slow("mac")])
 @pytest.mark.parametrize(("config_class", "options"), OPTIONS, ids=str)
 def test_every_option(config_class: type, options: dict[str, Any], variant: str) -> None:
     """Cached decoding, the reference backend and one pass agree."""

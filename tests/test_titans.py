@@ -51,7 +51,7 @@ def build(**options: Any) -> PreTrainedModel:
     return zoo.build("titans-" + options.pop("variant", "lmm") + "-e1", torch.float64, **options).eval()
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
+@pytest.mark.parametrize("variant", ["lmm", *zoo.slow("mac", "mag", "mal")])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_in_every_variant(variant: str, options: dict[str, Any]) -> None:
     """Cached decoding, the reference backend and one pass agree; nothing is NaN; the option changes the model."""

@@ -253,7 +253,7 @@ def test_the_model_is_its_equations(variant: str, options: dict[str, Any]) -> No
         close(model(ids).logits[0], logits(model, ids[0]), WITNESS)
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag"])
+@pytest.mark.parametrize("variant", ["lmm", *zoo.slow("mac", "mag")])
 @pytest.mark.parametrize(
     ("config_class", "options"),
     [

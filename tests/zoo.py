@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
@@ -112,7 +114,7 @@ TINY |= {
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
-QUICK = ["titans-mag-e1", "titans-mac-e16", "omeganet-lmm-e1", "deltanet-e4", "swla-e1"]
+QUICK = ["titans-mag-e1", "omeganet-lmm-e1", "deltanet-e4", "swla-e1"]
 NAMES = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)
 # One name per wiring, for checks that a capacity schedule cannot change.
 PLAIN = [name for name in NAMES if name.endswith("-e1")]
@@ -142,6 +144,11 @@ PRESETS = [
     for kind, options, counts in COUNTS
     for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
 ]
+
+
+def slow(*values: object) -> list[Any]:
+    """Values of a parametrised test that `make check` leaves out."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def config_of(name: str, **overrides: object) -> PreTrainedConfig:
