@@ -20,7 +20,7 @@ Source: the five mappings and the training along the sequence are those of ATLAS
 constants are ours, and so are these: attention's and f's outputs are scaled to unit variance; nothing is forgotten;
 momentum is 0.9. The memories are the zoo's, a matrix that starts at zero, `W_1 gelu(W_2 x)` and its gated form, four
 times as wide inside as outside, without the `x +` of a layer, which a mapping would have to take away again. The step
-size of every mapping, memory and optimizer is the one of a grid of powers of two whose mean error is smallest on
+size of every mapping, memory and optimizer is the one of the optimizer's powers of two whose mean error is smallest on
 sequences (with mappings of their own) that are not reported.
 """
 
@@ -50,7 +50,6 @@ from memzoo.kernels.deep_memory import Muon, deep_memory, initial_state
 from memzoo.modeling.mixers.deep_memory import InitialWeights
 
 WIDTH, HIDDEN, RANK, WINDOW, MOMENTUM = 32, 128, 4, 64, 0.9
-STEP_SIZES = [2.0**-i for i in range(3, 17)]
 BUCKET = 16  # tokens whose errors a point of the plot averages
 Draw = Callable[[int, int], Tensor]
 
@@ -63,14 +62,20 @@ class Memory(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """How it learns."""
+    """How it learns, and the step sizes to choose from."""
 
+    step_sizes: list[float]
     momentum: float | None = None
     muon: Muon | None = None
 
 
+FINE, COARSE = [2.0**-i for i in range(4, 17)], [2.0**-i for i in range(4, 12)]
 MEMORIES = {"linear": Memory(()), "mlp": Memory((HIDDEN,)), "gated_mlp": Memory((HIDDEN,), gated=True)}
-OPTIMIZERS = {"gd": Optimizer(), "momentum": Optimizer(MOMENTUM), "muon": Optimizer(MOMENTUM, Muon(5, "token"))}
+OPTIMIZERS = {
+    "gd": Optimizer(FINE),
+    "momentum": Optimizer(FINE, MOMENTUM),
+    "muon": Optimizer(COARSE, MOMENTUM, Muon(5, "token")),  # whose steps have one length, whatever the gradient's
+}
 
 
 def scaled(x: Tensor) -> Tensor:
@@ -165,7 +170,8 @@ def measure(tokens: int, sequences: int) -> list[dict[str, Any]]:
     keys, values = (torch.stack([pair[part] for name in MAPPINGS for pair in pairs[name]]) for part in (0, 1))
     rows = []
     for memory, optimizer in tqdm([(m, o) for m in MEMORIES for o in OPTIMIZERS], desc="memories and optimizers"):
-        found = errors(keys, values, MEMORIES[memory], OPTIMIZERS[optimizer], STEP_SIZES)
+        steps = OPTIMIZERS[optimizer].step_sizes
+        found = errors(keys, values, MEMORIES[memory], OPTIMIZERS[optimizer], steps)
         for mapping, error in zip(MAPPINGS, found.split(len(seeds)), strict=True):
             cost = error[:sequences].mean((0, 2)).nan_to_num(math.inf)
             best = int(cost.argmin())
@@ -176,8 +182,8 @@ def measure(tokens: int, sequences: int) -> list[dict[str, Any]]:
                     "mapping": mapping,
                     "memory": memory,
                     "optimizer": optimizer,
-                    "step_size": STEP_SIZES[best],
-                    "at_edge_of_grid": best in (0, len(STEP_SIZES) - 1),
+                    "step_size": steps[best],
+                    "at_edge_of_grid": best in (0, len(steps) - 1),
                     "error": float(chosen.mean()),
                     "last_quarter": float(last.mean()),
                     "last_quarter_deviation": float(last.std()) if sequences > 1 else 0.0,
@@ -227,7 +233,7 @@ def draw(rows: list[dict[str, Any]], tokens: int, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="pairs in a sequence; default 512")
+    parser.add_argument("--tokens", type=int, default=256, help="pairs in a sequence; default 256")
     parser.add_argument("--sequences", type=int, default=4, help="reported per mapping; default 4")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--plot", type=Path, help="draw them in this PNG file")
@@ -244,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "window": WINDOW,
         "momentum": MOMENTUM,
         "newton_schulz_steps": OPTIMIZERS["muon"].muon.steps,
-        "step_sizes": STEP_SIZES,
+        "step_sizes": {name: optimizer.step_sizes for name, optimizer in OPTIMIZERS.items()},
         "tokens": args.tokens,
         "sequences": args.sequences,
         "dtype": "float32",

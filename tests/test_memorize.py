@@ -38,8 +38,8 @@ def test_errors_are_those_before_each_write(memorize: ModuleType) -> None:
 @pytest.mark.parametrize("optimizer", ["gd", "momentum", "muon"])
 def test_every_memory_and_optimizer_learns_a_matrix(memorize: ModuleType, memory: str, optimizer: str) -> None:
     key, value = (x[None] for x in memorize.sequence("low_rank", 192, 0))
-    steps = [0.0, *memorize.STEP_SIZES]
-    error = memorize.errors(key, value, memorize.MEMORIES[memory], memorize.OPTIMIZERS[optimizer], steps)[0]
+    rule = memorize.OPTIMIZERS[optimizer]
+    error = memorize.errors(key, value, memorize.MEMORIES[memory], rule, [0.0, *rule.step_sizes])[0]
     late = error[:, -48:].mean(1).nan_to_num(math.inf)
     assert late[1:].min() < 0.75 * late[0], late
 
@@ -74,14 +74,16 @@ def test_attention_sees_its_window(memorize: ModuleType, monkeypatch: pytest.Mon
 def test_the_script_writes_what_it_says(
     memorize: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memorize, "STEP_SIZES", [2.0**-14, 2.0**-13, 2.0**-12])
+    steps = [2.0**-14, 2.0**-13, 2.0**-12]
+    few = {name: optimizer._replace(step_sizes=steps) for name, optimizer in memorize.OPTIMIZERS.items()}
+    monkeypatch.setattr(memorize, "OPTIMIZERS", few)
     results, plot = tmp_path / "new" / "memorize.json", tmp_path / "memorize.png"
     memorize.main(["--tokens", "40", "--sequences", "1", "--json", str(results), "--plot", str(plot)])
     content = json.loads(results.read_text())
     assert {"date", "command", "machine", "versions", "settings", "cpu_seconds", "rows"} <= content.keys()
     assert len(content["rows"]) == 5 * 3 * 3
     for row in content["rows"]:
-        assert row["step_size"] in memorize.STEP_SIZES
+        assert row["step_size"] in steps
         assert row["error"] > 0
         assert len(row["curve"]) == math.ceil(39 / memorize.BUCKET)
     assert plot.read_bytes().startswith(b"\x89PNG")
