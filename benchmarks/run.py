@@ -18,22 +18,19 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import resource
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.utils._pytree as pytree
+from record import Column, about, table, write_json
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import (
@@ -451,18 +448,6 @@ def promises(results: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-Column = tuple[str, Callable[[dict[str, Any]], str]]
-
-
-def table(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> str:
-    """Aligned text, the first column to the left."""
-    cells = [[head, *(show(row) for row in rows)] for head, show in columns]
-    widths = [max(map(len, column)) for column in cells]
-    first = [cell.ljust(widths[0]) for cell in cells[0]]
-    rest = [[cell.rjust(width) for cell in column] for column, width in zip(cells[1:], widths[1:], strict=True)]
-    return "\n".join("  ".join(line) for line in zip(first, *rest, strict=True))
-
-
 def report(results: dict[str, Any], device: str) -> str:
     """The results as text."""
     training, decoding = results["training"], results["decoding"]
@@ -497,22 +482,6 @@ def report(results: dict[str, Any], device: str) -> str:
     return "\n\n".join([*parts, "\n".join(lines) or "These sizes measure no promise."])
 
 
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to judge or repeat the run."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    packages = {"memzoo", "torch", "transformers", "titans-pytorch"}
-    versions = {x.name: x.version for x in metadata.distributions() if x.name in packages}
-    return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]]),
-        "machine": {"architecture": platform.machine(), "processor": named[0] if named else platform.processor()},
-        "versions": {"python": platform.python_version(), **dict(sorted(versions.items()))},
-        "settings": {**SETTINGS, "repeat": args.repeat, "device": args.device},
-    }
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the names of the cases to run."""
 
@@ -542,20 +511,14 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return args, names
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Written beside and renamed: the file is never half there."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args, names = parse(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     results = measure(names, args)
     results["promises"] = promises(results)
-    content = {**about(args), **results}
+    settings = {**SETTINGS, "repeat": args.repeat, "device": args.device}
+    content = {**about("run.py", sys.argv[1:] if argv is None else argv, settings), **results}
     if args.json:
         write_json(args.json, content)
     print(*(f"{key}: {json.dumps(content[key])}" for key in ("machine", "versions", "settings")), sep="\n", end="\n\n")

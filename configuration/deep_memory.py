@@ -59,6 +59,7 @@ class DeepMemoryConfig(MemoryConfig):
     attention_dropout: float = 0.0
     max_position_embeddings: int = 1 << 20
 
+    output_gate = "silu"
     # The rule of Titans, without annotations: no fields here, but an architecture may open them.
     memory = "mlp"
     objective = "l2"

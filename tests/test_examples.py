@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -13,22 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import load
+from scripts import load, write_text
 from transformers import AutoModelForCausalLM
 
 import memzoo
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SENTENCE = "the king said to his men that we shall go down by the river and see what this day will bring"
 TOY = ("--steps", "40", "--context", "64", "--hidden-size", "32", "--chunk", "8", "--vocab-size", "320")
-
-
-def write_text(path: Path, lines: int, seed: int) -> str:
-    """Lines cut from one sentence, in random order."""
-    words = SENTENCE.split()
-    starts = random.Random(seed).choices(range(0, len(words) - 6, 2), k=lines)
-    path.write_text("".join(" ".join(words[start : start + 7]) + "\n" for start in starts), encoding="utf-8")
-    return str(path)
 
 
 @pytest.fixture

@@ -81,6 +81,10 @@ def _matrix(config_class: type, blocks: int = 1, **options: object) -> PreTraine
     return config_class(**{**_SHARED, **shared, "expand_v": 1.5, **options})
 
 
+def _wired(variant: str) -> dict[str, object]:
+    return {"variant": variant, "segment_size": 2 * CHUNK, "num_persistent_tokens": 3, "expand_v": 1.0}
+
+
 _HYBRID = ["linear_attention", "sliding_attention"]
 TINY |= {
     "retnet-e1": _matrix(memzoo.RetNetConfig),
@@ -99,7 +103,18 @@ TINY |= {
     ),
     "swdt-e1": _matrix(memzoo.SWDTConfig, window=3),
     "dot-e1": _matrix(memzoo.DotConfig, window=3),
-    "dot-e4": _matrix(memzoo.DotConfig, 4, window=1, feature_scale=1.0, capacity_axis="value"),
+    "dot-e4": _matrix(memzoo.DotConfig, 4, window=1, feature_scale=1.0, num_persistent_tokens=3),
+    # No normaliser: under one, what a memory answers does not change with its scale, which a test halves.
+    "deep_transformer-mac-e4": _matrix(
+        memzoo.DeepTransformerConfig, 4, **_wired("mac"), expand_k=0.5, normalizer=False
+    ),
+    "deep_transformer-mag-e1": _matrix(memzoo.DeepTransformerConfig, **_wired("mag")),
+    "swdt-mal-e4": _matrix(memzoo.SWDTConfig, 4, **_wired("mal"), window=3, layer_types=_HYBRID),
+    "dot-mac-e1": _matrix(memzoo.DotConfig, **_wired("mac"), window=2),
+    "deep_transformer-mlp-e1": _matrix(
+        memzoo.DeepTransformerConfig, **_wired("mag"), memory="mlp", normalizer=False, max_step_size=0.5
+    ),
+    "dot-mlp-e1": _matrix(memzoo.DotConfig, **_wired("mac"), memory="mlp", window=2, max_step_size=0.5),
     "transformer_pp-e1": _matrix(memzoo.TransformerPlusPlusConfig),
     "transformer_pp-mixed": _matrix(
         memzoo.TransformerPlusPlusConfig,

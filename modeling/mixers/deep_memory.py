@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,9 @@ class MemoryState(NamedTuple):
     """A memory layer between two tokens."""
 
     conv_tail: Tensor
-    """The last inputs of the short convolution, `[B, conv_width - 1, 3 D]`."""
-    memory: DeepMemoryState
+    """The last inputs of the short convolution, `[B, conv_width - 1, H (2 K + V)]`."""
+    memory: Any
+    """A `DeepMemoryState`, or what else the memory is."""
 
 
 class ShortConv(nn.Module):
@@ -123,7 +124,7 @@ class DeepMemory(nn.Module):
         super().__init__()
         width, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         hidden = [head_dim * config.memory_expansion] * (config.memory_depth - 1)
-        self.heads = heads
+        self.heads, self.key_dim, self.value_dim = heads, head_dim, head_dim
         self.chunk_size = config.chunk_size
         self.window, self.halo = config.window, config.window - 1 if config.window_halo else 0
         self.objective = config.objective
@@ -197,6 +198,10 @@ class DeepMemory(nn.Module):
             momentum=self.use_momentum,
             halo=self.halo,
         )
+
+    def contents(self, state: MemoryState) -> tuple[Tensor, ...]:
+        """`M_t` at a chunk's start."""
+        return state.memory.weights
 
     def retrieve(self, x: Tensor, weights: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
         """`M(q)` for `q = x query`, read at fixed `weights` without writing, `[B, L, D]` to `[B, L, D]`."""

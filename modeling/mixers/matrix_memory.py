@@ -361,7 +361,7 @@ class AttentionMixer(Mixer):
         return self.o_proj(y), state
 
 
-def mixer_of(memory: type[MatrixMemory] | None, config: PreTrainedConfig, layer_idx: int) -> Mixer:
+def mixer_of(memory: Callable[..., Mixer] | None, config: PreTrainedConfig, layer_idx: int) -> Mixer:
     """The mixer of a block by the config's `layer_types`."""
     kind = config.mixer_types[layer_idx]
     if kind == "linear_attention":

@@ -1,11 +1,22 @@
-"""How a deep memory stands among attention: alone, or as its context, gate or layer (Titans, arXiv 2501.00663)."""
+"""How a memory stands among attention: alone, or as its context, gate or layer (Titans, arXiv 2501.00663).
+
+The memory is any module that
+
+- counts its `heads`, `key_dim` and `value_dim`;
+- begins: `begin(batch, like, persistent=None)` gives the persistent tokens' read-outs `[P, H V]` and the state after
+  them, of `batch` rows in the dtype of `like`;
+- reads: `memory(x, state, lengths)` gives read-outs `[R, L, H V]` and the new state;
+- for `mac`, answers without reading: `contents(state)`, a tuple of tensors `[R, H, ...]`, is what it holds, and
+  `retrieve(x, contents, position, query)` what that says at the queries `x query`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -13,6 +24,9 @@ from transformers import initialization as init
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
+from memzoo.modeling.mixers.matrix_memory import GATE
+
+MakeMemory = Callable[[PreTrainedConfig], nn.Module]
 
 
 class PersistentTokens(nn.Module):
@@ -31,17 +45,22 @@ class PersistentTokens(nn.Module):
 
 
 class MemoryOutput(nn.Module):
-    """Output of a memory alone: `W_O (RMSNorm_head(y) * SiLU(x W_gate))` (Titans section 4.4; form ours)."""
+    """Output of a memory alone: `W_O (RMSNorm_head(y) * gate(x W_gate))` (Titans section 4.4; form ours)."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, memory: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.gate_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        width, value_dim = config.hidden_size, memory.value_dim
+        self.norm = nn.RMSNorm(value_dim, eps=config.rms_norm_eps)
+        self.gate = config.output_gate
+        if self.gate is not None:
+            self.gate_proj = nn.Linear(width, memory.heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(memory.heads * value_dim, width, bias=False)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        normed = self.norm(y.unflatten(-1, (-1, self.norm.normalized_shape[0]))).flatten(-2)
-        return self.o_proj(normed * nn.functional.silu(self.gate_proj(x)))
+        y = self.norm(y.unflatten(-1, (-1, self.norm.normalized_shape[0]))).flatten(-2)
+        if self.gate is not None:
+            y = y * GATE[self.gate](self.gate_proj(x))
+        return self.o_proj(y)
 
 
 class BranchGate(nn.Module):
@@ -61,18 +80,18 @@ class BranchGate(nn.Module):
 class Wiring(Mixer):
     """What the four wirings share: a memory and persistent tokens."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx)
-        self.memory = DeepMemory(config)
+        self.memory = memory(config)
         self.persistent = PersistentTokens(config.num_persistent_tokens, config.hidden_size)
 
 
 class LMM(Wiring):
     """The memory alone, on the persistent tokens and the sequence (Titans section 3, with Eq 19)."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.output = MemoryOutput(config)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
+        self.output = MemoryOutput(config, self.memory)
 
     def forward(self, x: Tensor, step: Step, state: MemoryState | None) -> tuple[Tensor, MemoryState]:
         if state is None:
@@ -91,8 +110,8 @@ class BranchState(NamedTuple):
 class MAG(Wiring):
     """Sliding-window attention that always sees the persistent tokens, gated by the memory (Titans Eq 26-28)."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
         self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
         self.output = BranchGate(config)
 
@@ -114,9 +133,9 @@ class MAG(Wiring):
 class MAL(Wiring):
     """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31)."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.output = MemoryOutput(config)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
+        self.output = MemoryOutput(config, self.memory)
         self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
@@ -141,11 +160,11 @@ class MAL(Wiring):
 
 
 class ContextState(NamedTuple):
-    """A memory, the running segment's attention, and the memory's weights at the segment's start."""
+    """A memory, the running segment's attention, and what the memory held at the segment's start."""
 
     memory: MemoryState
     attention: KeyValueState
-    segment_weights: tuple[Tensor, ...]
+    past: tuple[Tensor, ...]
 
 
 class MAC(Wiring):
@@ -158,10 +177,10 @@ class MAC(Wiring):
     reads `M_t`.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
         self.segment_size = config.segment_size
-        self.query_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.query_proj = nn.Linear(config.hidden_size, self.memory.heads * self.memory.key_dim, bias=False)
         self.attention = CausalAttention(config, window=None, carried=2 * config.segment_size)
         self.output = BranchGate(config)
 
@@ -169,22 +188,20 @@ class MAC(Wiring):
         persistent = self.persistent()
         if state is None:
             _, memory = self.memory.begin(x.shape[0], x)
-            window, segment_weights = None, memory.memory.weights
+            window, past = None, self.memory.contents(memory)
         else:
-            memory, window, segment_weights = state
+            memory, window, past = state
         outputs = []
         for part in self._parts(x, step, fresh=state is None):
             if part.whole:
-                window, segment_weights = None, memory.memory.weights
+                window, past = None, self.memory.contents(memory)
             elif window is not None:
                 starts = (part.begun == 0) & (part.added > 0)
                 window = window._replace(valid=torch.where(starts, 0, window.valid))
-                at = starts[:, None, None, None]
-                segment_weights = tuple(
-                    torch.where(at, anchor, old)
-                    for anchor, old in zip(memory.memory.weights, segment_weights, strict=True)
+                past = tuple(
+                    _of_rows(starts, new, old) for new, old in zip(self.memory.contents(memory), past, strict=True)
                 )
-            read = self.memory.retrieve(part.x, segment_weights, step.position + part.first, self.query_proj)
+            read = self.memory.retrieve(part.x, past, step.position + part.first, self.query_proj)
             pairs = torch.stack([read, part.x], dim=2).flatten(1, 2)
             place = part.begun[:, None] + torch.arange(part.x.shape[1], device=x.device)
             rotary = self.attention.rotary(pairs, place.repeat_interleave(2, dim=1))
@@ -194,7 +211,7 @@ class MAC(Wiring):
             m, memory = self.memory(y, memory, part.lengths)
             outputs.append(self.output(y, m))
         assert window is not None
-        return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, segment_weights)
+        return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, past)
 
     def _bounds(self, step: Step) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Tokens of the running segment per row, and the bounds of the new tokens that fall into each segment."""
@@ -238,6 +255,13 @@ class MAC(Wiring):
                 inside[..., None], part.gather(1, index[..., None].expand(-1, -1, part.shape[2])), joined
             )
         return joined
+
+
+def _of_rows(at: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the rows `at` `[R]`, `old` in the others, both `[R, H, N, ...]`; that of fewer N is led by zeros."""
+    count = max(new.shape[2], old.shape[2])
+    new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, count - x.shape[2], 0)) for x in (new, old))
+    return torch.where(at[:, None, None, None], new, old)
 
 
 class SegmentPart(NamedTuple):
