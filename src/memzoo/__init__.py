@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
+from memzoo.configuration.hope import HopeAttentionConfig, HopeConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -32,7 +33,16 @@ from memzoo.modeling.gated_deltanet import (
     GatedDeltaNetForSequenceClassification,
     GatedDeltaNetModel,
 )
+from memzoo.modeling.hope import HopeForCausalLM, HopeForSequenceClassification, HopeModel
+from memzoo.modeling.hope_attention import (
+    HopeAttentionForCausalLM,
+    HopeAttentionForSequenceClassification,
+    HopeAttentionModel,
+)
 from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
+from memzoo.modeling.optimizers.dgd import DGD
+from memzoo.modeling.optimizers.m3 import M3, matrix_groups
+from memzoo.modeling.optimizers.proteus_adamw import ProteusAdamW, ProteusCallback, parameter_groups
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
 from memzoo.modeling.swdt import SWDTForCausalLM, SWDTForSequenceClassification, SWDTModel
 from memzoo.modeling.swla import SWLAForCausalLM, SWLAForSequenceClassification, SWLAModel
@@ -70,6 +80,13 @@ ARCHITECTURES = (
         TransformerPlusPlusForCausalLM,
         TransformerPlusPlusForSequenceClassification,
     ),
+    (
+        HopeAttentionConfig,
+        HopeAttentionModel,
+        HopeAttentionForCausalLM,
+        HopeAttentionForSequenceClassification,
+    ),
+    (HopeConfig, HopeModel, HopeForCausalLM, HopeForSequenceClassification),
 )
 
 for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
@@ -80,6 +97,8 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
 
 __all__ = [
     "ARCHITECTURES",
+    "DGD",
+    "M3",
     "AtlasConfig",
     "AtlasForCausalLM",
     "AtlasForSequenceClassification",
@@ -108,11 +127,21 @@ __all__ = [
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetForSequenceClassification",
     "GatedDeltaNetModel",
+    "HopeAttentionConfig",
+    "HopeAttentionForCausalLM",
+    "HopeAttentionForSequenceClassification",
+    "HopeAttentionModel",
+    "HopeConfig",
+    "HopeForCausalLM",
+    "HopeForSequenceClassification",
+    "HopeModel",
     "MemoryCache",
     "OmegaNetConfig",
     "OmegaNetForCausalLM",
     "OmegaNetForSequenceClassification",
     "OmegaNetModel",
+    "ProteusAdamW",
+    "ProteusCallback",
     "RetNetConfig",
     "RetNetForCausalLM",
     "RetNetForSequenceClassification",
@@ -134,5 +163,7 @@ __all__ = [
     "TransformerPlusPlusForSequenceClassification",
     "TransformerPlusPlusModel",
     "load_memory",
+    "matrix_groups",
+    "parameter_groups",
     "save_memory",
 ]
