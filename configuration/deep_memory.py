@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from memzoo.configuration.base import MemoryConfig, refuse_fixed, require
 
+ATTENTION_TYPES = ("sliding_attention", "full_attention")
 VARIANTS = ("lmm", "mac", "mag", "mal")
 MEMORIES = ("mlp", "gated_mlp")
 MEMORY_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "tanh")
@@ -35,7 +36,12 @@ class DeepMemoryConfig(MemoryConfig):
         chunk_size: tokens whose gradients share an anchor. Part of the model: weights trained with one size are not
             meant for another.
         num_persistent_tokens: learned tokens in front of every sequence, per layer.
-        sliding_window: window of the attention in `mag` and `mal`, in tokens, the current one included.
+        memory_skip: whether `mag` and `mal` are the attention alone where the memory adds nothing: in `mag` the gate
+            is twice a sigmoid and the attention is not normalised, in `mal` the memory adds to what the attention
+            reads. Not in the papers: with it a pretrained transformer is a model of ours (`memzoo.conversion.upcycle`).
+        layer_types: for each block's attention in `mag` and `mal` `"sliding_attention"` or `"full_attention"`, which
+            keeps every key; `None` for the papers' sliding window everywhere.
+        sliding_window: window of the sliding attention, in tokens, the current one included.
         segment_size: segment of `mac`; a multiple of `chunk_size`.
         conv_width: width of the short causal convolution after the projections; 1 for none.
         rope_parameters: rotary embedding of the attention branches, as transformers takes it; `None` for base 10000.
@@ -52,6 +58,8 @@ class DeepMemoryConfig(MemoryConfig):
     max_gradient_norm: float | int | None = 10.0
     chunk_size: int = 64
     num_persistent_tokens: int = 4
+    memory_skip: bool = False
+    layer_types: list[str] | None = None
     sliding_window: int = 512
     segment_size: int = 256
     conv_width: int = 4
@@ -75,6 +83,11 @@ class DeepMemoryConfig(MemoryConfig):
             self.memory_residual = self.memory_depth > 1
         super().__post_init__(**kwargs)
         self.validate_deep_memory()
+
+    @property
+    def attention_types(self) -> list[str]:
+        """The attention of each block, by name."""
+        return self.layer_types or ["sliding_attention"] * self.num_hidden_layers
 
     @property
     def step_limit(self) -> float:
@@ -106,7 +119,20 @@ class DeepMemoryConfig(MemoryConfig):
             f"None, or 1 to the head width {self.head_dim}",
         )
         require(not self.use_muon or self.use_momentum, self, "use_momentum", "True, which Muon makes orthogonal")
+        branched = self.variant in ("mag", "mal")
+        require(branched or not self.memory_skip, self, "memory_skip", "False but in 'mag' and 'mal'")
+        require(branched or self.layer_types is None, self, "layer_types", "None but in 'mag' and 'mal'")
+        require(
+            len(self.attention_types) == self.num_hidden_layers and set(self.attention_types) <= set(ATTENTION_TYPES),
+            self,
+            "layer_types",
+            f"None, or num_hidden_layers={self.num_hidden_layers} of {ATTENTION_TYPES}",
+        )
+        width = self.num_attention_heads * (self.head_dim or 0)
         if self.variant == "mac":
+            require(
+                width == self.hidden_size, self, "head_dim", "hidden_size / num_attention_heads: 'mac' reads its memory"
+            )
             require(
                 self.segment_size % self.chunk_size == 0,
                 self,
