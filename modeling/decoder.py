@@ -126,6 +126,11 @@ class MemoryPreTrainedModel(PreTrainedModel):
         """The mixer of one block: what an architecture adds to the shared decoder."""
         raise TypeError("an architecture's PreTrainedModel defines make_mixer")
 
+    @classmethod
+    def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
+        """One block; an architecture whose blocks are of another kind makes them here."""
+        return MemoryBlock(config, cls.make_mixer(config, layer_idx))
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -140,9 +145,7 @@ class MemoryModel(MemoryPreTrainedModel):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(
-            MemoryBlock(config, self.make_mixer(config, index)) for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(self.make_block(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()

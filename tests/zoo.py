@@ -125,6 +125,14 @@ TINY |= {
         qk_norm=True,
         mlp_bias=True,
     ),
+    "hope_attention-e1": _matrix(memzoo.HopeAttentionConfig, chain_periods=[3, 1]),
+    "hope_attention-independent": _matrix(
+        memzoo.HopeAttentionConfig,
+        layer_types=["sliding_attention", "full_attention"],
+        chain_periods=[4, 2, 1],
+        chain_sizes=[5, 7, 9],
+        chain="independent",
+    ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
 QUICK = ["titans-mag-e1", "titans-mac-e16", "omeganet-lmm-e1", "atlas-gated-token-e16", "deltanet-e4", "swla-e1"]
@@ -151,9 +159,15 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.SWDTConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
     (memzoo.DotConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
+    (memzoo.HopeAttentionConfig, {}, (134124288, 369198080, 777930240, 1041909760)),
 ]
 PRESETS = [
-    (kind, size, {**options, **({} if kind is memzoo.TransformerPlusPlusConfig else {"capacity_blocks": 16})}, count)
+    (
+        kind,
+        size,
+        {**options, **({} if issubclass(kind, memzoo.TransformerPlusPlusConfig) else {"capacity_blocks": 16})},
+        count,
+    )
     for kind, options, counts in COUNTS
     for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
 ]

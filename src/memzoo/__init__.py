@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
+from memzoo.configuration.hope import HopeAttentionConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -32,7 +33,15 @@ from memzoo.modeling.gated_deltanet import (
     GatedDeltaNetForSequenceClassification,
     GatedDeltaNetModel,
 )
+from memzoo.modeling.hope_attention import (
+    HopeAttentionForCausalLM,
+    HopeAttentionForSequenceClassification,
+    HopeAttentionModel,
+)
 from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
+from memzoo.modeling.optimizers.dgd import DGD
+from memzoo.modeling.optimizers.m3 import M3, matrix_groups
+from memzoo.modeling.optimizers.proteus_adamw import ProteusAdamW, ProteusCallback, parameter_groups
 from memzoo.modeling.retnet import RetNetForCausalLM, RetNetForSequenceClassification, RetNetModel
 from memzoo.modeling.swdt import SWDTForCausalLM, SWDTForSequenceClassification, SWDTModel
 from memzoo.modeling.swla import SWLAForCausalLM, SWLAForSequenceClassification, SWLAModel
@@ -70,6 +79,12 @@ ARCHITECTURES = (
         TransformerPlusPlusForCausalLM,
         TransformerPlusPlusForSequenceClassification,
     ),
+    (
+        HopeAttentionConfig,
+        HopeAttentionModel,
+        HopeAttentionForCausalLM,
+        HopeAttentionForSequenceClassification,
+    ),
 )
 
 for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
@@ -80,6 +95,8 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
 
 __all__ = [
     "ARCHITECTURES",
+    "DGD",
+    "M3",
     "AtlasConfig",
     "AtlasForCausalLM",
     "AtlasForSequenceClassification",
@@ -108,11 +125,17 @@ __all__ = [
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetForSequenceClassification",
     "GatedDeltaNetModel",
+    "HopeAttentionConfig",
+    "HopeAttentionForCausalLM",
+    "HopeAttentionForSequenceClassification",
+    "HopeAttentionModel",
     "MemoryCache",
     "OmegaNetConfig",
     "OmegaNetForCausalLM",
     "OmegaNetForSequenceClassification",
     "OmegaNetModel",
+    "ProteusAdamW",
+    "ProteusCallback",
     "RetNetConfig",
     "RetNetForCausalLM",
     "RetNetForSequenceClassification",
@@ -134,5 +157,7 @@ __all__ = [
     "TransformerPlusPlusForSequenceClassification",
     "TransformerPlusPlusModel",
     "load_memory",
+    "matrix_groups",
+    "parameter_groups",
     "save_memory",
 ]
