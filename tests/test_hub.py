@@ -13,6 +13,7 @@ import pytest
 import torch
 import zoo
 from huggingface_hub import ModelCard
+from tolerances import OP, close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import memzoo
@@ -76,7 +77,7 @@ def test_it_loads_in_a_fresh_process_and_again_when_saved(name: str, tmp_path: P
         (tmp_path / "logits.pt").unlink(missing_ok=True)
         done = run(LOAD.format(auto="AutoModelForCausalLM"), tmp_path, source)
         assert done.returncode == 0, done.stderr
-        assert torch.equal(torch.load(tmp_path / "logits.pt"), wanted)
+        close(torch.load(tmp_path / "logits.pt"), wanted, OP[torch.float32])  # processes may align sums otherwise
     again = tmp_path / "again"
     assert (again / "modeling_memzoo.py").read_text() == (folder / "modeling_memzoo.py").read_text()
     assert json.loads((again / "config.json").read_text())["auto_map"].keys() == set(hub.AUTO_CLASSES)
@@ -95,7 +96,7 @@ def test_a_classifier(tmp_path: Path) -> None:
     done = run(LOAD.format(auto="AutoModelForSequenceClassification"), tmp_path, "exported")
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
-        assert torch.equal(torch.load(tmp_path / "logits.pt"), model(ids).logits)
+        close(torch.load(tmp_path / "logits.pt"), model(ids).logits, OP[torch.float32])
     assert (
         'AutoModelForSequenceClassification.from_pretrained("someone/tiny"'
         in (tmp_path / "exported" / "README.md").read_text()

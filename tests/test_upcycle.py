@@ -23,7 +23,8 @@ from memzoo.conversion import upcycle as command
 from memzoo.conversion.convert import convert
 from memzoo.conversion.upcycle import TARGETS, freeze, upcycle
 
-OPTIONS: dict[str, Any] = {"chunk_size": 4, "memory_expansion": 2}
+MEMORY: dict[str, Any] = {"chunk_size": 4, "memory_expansion": 2}
+OPTIONS = {"titans_mag": MEMORY, "titans_mal": MEMORY, "hope_attention": {"chain_periods": [4, 1, 2]}}
 TOKENS = 13  # within the windows of the sliding sources, across chunks of the memory
 
 
@@ -42,7 +43,7 @@ def natives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", NATIVE)
 def test_it_computes_what_its_source_computes(name: str, to: str, natives: dict[str, Path], tmp_path: Path) -> None:
     """Logits to the bit, of one pass and of decoding; generated tokens; and all of it after saving again."""
-    theirs, ours = load(natives[name]), load(upcycle(natives[name], tmp_path / "ours", to, **OPTIONS))
+    theirs, ours = load(natives[name]), load(upcycle(natives[name], tmp_path / "ours", to, **OPTIONS[to]))
     assert TARGETS[to].fits(ours.config)
     ids = zoo.tokens(2, TOKENS)
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -60,7 +61,7 @@ def test_it_computes_what_its_source_computes(name: str, to: str, natives: dict[
 @pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "qwen2-sliding", "qwen3"])
 def test_padding_and_long_texts(name: str, to: str, natives: dict[str, Path], tmp_path: Path) -> None:
     """Real tokens of padded rows, and texts beyond the window; sums may have another order there."""
-    theirs, ours = load(natives[name]), load(upcycle(natives[name], tmp_path / "ours", to, **OPTIONS))
+    theirs, ours = load(natives[name]), load(upcycle(natives[name], tmp_path / "ours", to, **OPTIONS[to]))
     ids, mask = zoo.tokens(3, 40), torch.ones(3, 40, dtype=torch.int64)
     mask[0, :11] = 0
     mask[1, 29:] = 0
@@ -78,7 +79,7 @@ def test_every_tensor_of_the_source_keeps_its_bits(natives: dict[str, Path], tmp
     plain = load_file(convert(source, tmp_path / "plain") / "model.safetensors")
     (source / "tokenizer.json").write_text("a tokenizer")
     for to, target in TARGETS.items():
-        folder = upcycle(source, tmp_path / to, to, max_shard_size="20KB", **OPTIONS)
+        folder = upcycle(source, tmp_path / to, to, max_shard_size="20KB", **OPTIONS[to])
         assert (folder / "tokenizer.json").read_text() == "a tokenizer"
         assert len(list(folder.glob("model-*.safetensors"))) > 1
         got = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -92,7 +93,7 @@ def test_every_tensor_of_the_source_keeps_its_bits(natives: dict[str, Path], tmp
 def test_the_new_parameters_follow_the_seed_and_the_options(natives: dict[str, Path], tmp_path: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    folders = [upcycle(natives["llama"], tmp_path / str(i), "titans_mag", seed=i // 2, **OPTIONS) for i in range(3)]
+    folders = [upcycle(natives["llama"], tmp_path / str(i), "titans_mag", seed=i // 2, **MEMORY) for i in range(3)]
     assert torch.equal(torch.get_rng_state(), before)
     one, same, other = (load_file(folder / "model.safetensors") for folder in folders)
     changed = {name for name in one if not torch.equal(one[name], other[name])}
@@ -109,6 +110,24 @@ def test_the_new_parameters_follow_the_seed_and_the_options(natives: dict[str, P
     assert (config.head_dim, config.layer_types, config.num_persistent_tokens) == (12, ["full_attention"] * 3, 0)
 
 
+def test_the_first_level_of_a_chain_is_the_sources(natives: dict[str, Path], tmp_path: Path) -> None:
+    """By default a slow one, with a narrower fast one behind it; other lists say otherwise, and one level adds none."""
+    for number, (options, periods, sizes) in enumerate(
+        (
+            ({}, [4, 1], [48, 12]),
+            ({"chain_periods": [1]}, [1], [48]),
+            ({"chain_periods": [1, 8]}, [1, 8], [48, 12]),
+            ({"chain_sizes": [48, 5, 7]}, [4, 1, 1], [48, 5, 7]),
+            ({"chain_periods": [2, 1], "chain_sizes": [48, 3]}, [2, 1], [48, 3]),
+        )
+    ):
+        model = load(upcycle(natives["llama"], tmp_path / str(number), "hope_attention", **options))
+        assert (model.config.level_periods, model.config.level_sizes) == (periods, sizes)
+        levels = model.model.layers[2].chain.levels
+        assert [level.mlp.gate_proj.weight.shape[0] for level in levels] == sizes
+        assert torch.equal(levels[0].mlp.up_proj.weight, load(natives["llama"]).model.layers[2].mlp.up_proj.weight)
+
+
 # Training
 
 
@@ -117,7 +136,7 @@ def test_the_new_parameters_follow_the_seed_and_the_options(natives: dict[str, P
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-biased"])
 def test_fine_tuning_moves_the_memory(name: str, to: str, what: str, natives: dict[str, Path], tmp_path: Path) -> None:
     """The closed tensors have a gradient at once, all of the memory one step later; what is frozen stays."""
-    model = load(upcycle(natives[name], tmp_path / "ours", to, **OPTIONS)).train()
+    model = load(upcycle(natives[name], tmp_path / "ours", to, **OPTIONS[to])).train()
     target = TARGETS[to]
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trained = freeze(model, what)
@@ -130,7 +149,7 @@ def test_fine_tuning_moves_the_memory(name: str, to: str, what: str, natives: di
     }[what]
     assert {name for name, p in model.named_parameters() if p.requires_grad} == wanted
     ids = zoo.tokens(2, 24)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.005)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
 
     def step() -> tuple[float, set[str]]:
         optimizer.zero_grad()
@@ -151,7 +170,7 @@ def test_fine_tuning_moves_the_memory(name: str, to: str, what: str, natives: di
 
 
 def test_freezing_refuses_what_it_does_not_know(natives: dict[str, Path], tmp_path: Path) -> None:
-    model = load(upcycle(natives["llama"], tmp_path / "ours", "titans_mag", **OPTIONS))
+    model = load(upcycle(natives["llama"], tmp_path / "ours", "titans_mag", **MEMORY))
     with pytest.raises(ValueError, match="freeze='memory': expected one of"):
         freeze(model, "memory")
     with pytest.raises(ValueError, match=r"expected an upcycled model, one of .* got TitansForCausalLM with other opt"):
@@ -202,11 +221,15 @@ def test_other_requests_are_refused(natives: dict[str, Path], tmp_path: Path, mo
         assert not list(tmp_path.glob("*ours*"))
 
     refused(r"to='titans_mac': expected one of \('titans_mag', 'titans_mal'", to="titans_mac")
-    refused("hidden_size=64: expected one of the memory's options .*The rest is the source's", hidden_size=64)
-    refused("sliding_window=8: expected one of the memory's", sliding_window=8)
-    refused("num_persistent_tokens=4: expected one of the memory's", num_persistent_tokens=4)
-    refused("memory_depht=1: expected one of the memory's options .*'memory_depth'", memory_depht=1)
+    refused("hidden_size=64: expected one of the options .*The rest is the source's", hidden_size=64)
+    refused("sliding_window=8: expected one of the options", sliding_window=8)
+    refused("num_persistent_tokens=4: expected one of the options", num_persistent_tokens=4)
+    refused("memory_depht=1: expected one of the options .*'memory_depth'", memory_depht=1)
     refused("memory_depth=7: expected 1 to 4", memory_depth=7)
+    refused("'memory_depth' expected int, got str", memory_depth="deep")
+    refused("memory_depth=1: expected one of the options .*'chain_periods'", to="hope_attention", memory_depth=1)
+    refused(r"chain_sizes=\[8, 48\]: expected the source's 48 first", to="hope_attention", chain_sizes=[8, 48])
+    refused("chain_periods=.*: expected None, or periods of at least 1", to="hope_attention", chain_periods=[0, 1])
     zoo.build("transformer_pp-e1").save_pretrained(tmp_path / "zoo")
     refused("a checkpoint of memzoo already", tmp_path / "zoo")
     name = next(name for name in record_fla.MODELS if name.startswith("RetNet"))
@@ -247,6 +270,6 @@ def test_the_command_line(natives: dict[str, Path], tmp_path: Path) -> None:
     again = run("other", "--to", "titans_mag", "--set", "hidden_size=4")
     assert again.returncode == 2
     assert "error: " in again.stderr
-    assert "hidden_size=4: expected one of the memory's options" in again.stderr
+    assert "hidden_size=4: expected one of the options" in again.stderr
     assert not (tmp_path / "other").exists()
     assert "expected NAME=VALUE" in run("other", "--to", "titans_mag", "--set", "chunk_size").stderr
