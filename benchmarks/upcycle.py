@@ -61,7 +61,7 @@ def smollm2(folder: Path) -> Path:
         )
     where, name = files[0].parent, files[0].name
     model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are dequantised
+    del model.config.quantization_config, model.hf_quantizer  # the weights are dequantised
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
     return folder
