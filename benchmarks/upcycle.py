@@ -73,7 +73,7 @@ def fine_tune(model: PreTrainedModel, rows: Tensor, args: argparse.Namespace, na
     chosen = {id(p) for p in fast}
     slow = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     groups = [{"params": slow, "lr": args.learning_rate}, {"params": fast, "lr": args.memory_learning_rate}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, len(rows) // 10, len(rows))
     losses = []
     model.train()
@@ -95,7 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", nargs="*", help="files instead of the plays; the last is held out")
     parser.add_argument("--to", choices=tuple(TARGETS), default="titans_mal")
     parser.add_argument("--freeze", choices=FREEZE, default="none", help="of the upcycled model")
-    parser.add_argument("--steps", type=int, default=200, help="training steps, of one window each")
+    parser.add_argument("--steps", type=int, default=100, help="training steps, of one window each")
     parser.add_argument("--context", type=int, default=128, help="tokens of a window")
     parser.add_argument("--held-out", type=int, default=24, help="windows to measure on")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="of the source's parameters")
@@ -122,12 +122,13 @@ def main(argv: list[str] | None = None) -> None:
         rows = rows[torch.randperm(len(rows), generator=generator)[: args.steps]]
         held_out = shown.windows(held_out_ids, args.context + 1, args.context, "held-out", 2)
         held_out = held_out[torch.linspace(0, len(held_out) - 1, min(len(held_out), args.held_out)).long()]
-        options = {"memory_depth": args.memory_depth, "chunk_size": args.chunk}
+        memory = {"memory_depth": args.memory_depth, "chunk_size": args.chunk}
+        options = memory if args.to.startswith("titans") else {}
         upcycled = upcycle(source, Path(work) / "upcycled", args.to, seed=args.seed, **options)
         runs: dict[str, Any] = {}
         logits: list[Tensor] = []
         for name, folder in (("source", source), (args.to, upcycled)):
-            torch.manual_seed(args.seed)
+            start = time.process_time()
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             with torch.no_grad():
                 logits.append(model(held_out[:1, :-1]).logits)
@@ -140,13 +141,13 @@ def main(argv: list[str] | None = None) -> None:
                 "trained": trained,
                 "perplexity_before": before.mean().exp().item(),
                 "perplexity_after": after.mean().exp().item(),
-                "losses": history,
-                "cpu_seconds_so_far": time.process_time() - cpu,
+                "training_losses": history,
+                "held_out_losses": after.mean(1).tolist(),
+                "cpu_seconds": time.process_time() - start,
             }
-            runs[name]["by_window"] = after.mean(1).tolist()
             del model
             gc.collect()
-    change = torch.tensor(runs[args.to]["by_window"]) - torch.tensor(runs["source"]["by_window"])
+    change = torch.tensor(runs[args.to]["held_out_losses"]) - torch.tensor(runs["source"]["held_out_losses"])
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/upcycle.py", *(argv if argv is not None else sys.argv[1:])]),
