@@ -108,7 +108,9 @@ def plan(raw: dict[str, Any], to: str | None, source: str) -> tuple[Format, PreT
         if format.model_type == model_type:
             return format, format.to_ours(raw)
     known = sorted(format.model_type for format in FORMATS)
-    raise ValueError(f"{source}: model_type={model_type!r}: expected one of {known}.")
+    raise ValueError(
+        f"{source}: model_type={model_type!r}: expected one of {known}. Other architectures have no counterpart here."
+    )
 
 
 def inward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dict[str, Recipe]:

@@ -32,6 +32,7 @@ from memzoo.conversion.convert import expect_shapes, read_source
 AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
 """Of the classes in a row of `memzoo.ARCHITECTURES`."""
 TASKS = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NOT_STATED = "Not stated."
 
 
@@ -158,19 +159,20 @@ class Card:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rows = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def _sizes(config: PreTrainedConfig, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """The checkpoint's sizes, and the options in which its config differs from a new one."""
+    """The checkpoint's sizes, and the other options in which its config differs from a new one."""
     count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.files)
     plain = {f.name for f in fields(PreTrainedConfig)}
     own = {f.name for f in fields(config)} - plain  # type: ignore[arg-type]  # a dataclass by its decorator
-    changed = {name: value for name, value in config.to_diff_dict().items() if name in own}
+    changed = [name for name in config.to_diff_dict() if name in own]
     return [
         ("parameters", f"{count:,}"),
         ("dtype", str(config.dtype).removeprefix("torch.")),
-        *((f"`{name}`", f"`{value}`") for name, value in changed.items()),
+        *((f"`{name}`", f"`{getattr(config, name)}`") for name in dict.fromkeys((*SIZES, *changed))),
     ]
 
 

@@ -97,14 +97,17 @@ class Target:
 
 def _chain(options: Mapping[str, Any], source: PreTrainedConfig) -> dict[str, Any]:
     """The source's feed-forward first, then levels a quarter as wide."""
-    width, periods, sizes = source.intermediate_size, *(options.get(name) for name in ("chain_periods", "chain_sizes"))
+    width, periods, sizes = source.intermediate_size, options.get("chain_periods"), options.get("chain_sizes")
+    for name, value in (("chain_periods", periods), ("chain_sizes", sizes)):
+        if not isinstance(value, (list, type(None))):
+            raise refuse("hope_attention", name, value, "a list, a number for each level")
     if periods is None:
         periods = [4, *[1] * (1 if sizes is None else len(sizes) - 1)]
     if sizes is None:
         sizes = [width, *[max(1, width // 4)] * (len(periods) - 1)]
     if sizes[:1] != [width]:
         raise refuse("hope_attention", "chain_sizes", sizes, f"the source's {width} first", "It is the first level.")
-    return {"chain_periods": periods, "chain_sizes": sizes}
+    return {**options, "chain_periods": periods, "chain_sizes": sizes}
 
 
 MEMORY_OPTIONS = {"capacity_blocks", "capacity_context", "kernel_backend"}

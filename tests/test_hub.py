@@ -173,6 +173,7 @@ def test_the_card_says_what_it_was_told(tmp_path: Path) -> None:
     assert "| perplexity | 60.93 | held-out tokens | one pass |" in card.text
     assert "Sixty-one tokens, in no order." in card.text
     assert "| `variant` | `mag` |" in card.text
+    assert "| `num_hidden_layers` | `2` |" in card.text
     assert "`TitansForCausalLM` of memzoo. Titans: a deep memory trained by gradient descent" in card.text
     tied = AutoModelForCausalLM.from_pretrained(source).num_parameters()
     assert f"| parameters | {tied:,} |" in card.text

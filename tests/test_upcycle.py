@@ -229,6 +229,8 @@ def test_other_requests_are_refused(natives: dict[str, Path], tmp_path: Path, mo
     refused("'memory_depth' expected int, got str", memory_depth="deep")
     refused("memory_depth=1: expected one of the options .*'chain_periods'", to="hope_attention", memory_depth=1)
     refused(r"chain_sizes=\[8, 48\]: expected the source's 48 first", to="hope_attention", chain_sizes=[8, 48])
+    refused("chain_periods=4: expected a list", to="hope_attention", chain_periods=4)
+    refused("capacity_blocks=2: expected 1: attention has no", to="hope_attention", capacity_blocks=2)
     refused("chain_periods=.*: expected None, or periods of at least 1", to="hope_attention", chain_periods=[0, 1])
     zoo.build("transformer_pp-e1").save_pretrained(tmp_path / "zoo")
     refused("a checkpoint of memzoo already", tmp_path / "zoo")

@@ -257,7 +257,7 @@ def test_the_model_is_its_equations(variant: str, options: dict[str, Any]) -> No
         close(model(ids).logits[0], logits(model, ids[0]), WITNESS)
 
 
-@pytest.mark.parametrize("name", ["titans-mag-skip-e16", "titans-mal-skip-e1"])
+@pytest.mark.parametrize("name", ["titans-mag-skip-e16", "titans-mal-skip-e16"])
 def test_the_wirings_around_a_pretrained_attention_are_their_equations(name: str) -> None:
     """A skip round the memory, heads of their own width, one layer of full attention and one of a window."""
     ids, model = zoo.tokens(1, TOKENS), zoo.causal_lm(name)

@@ -51,7 +51,7 @@ TINY: dict[str, PreTrainedConfig] = {
 
 # The wirings that `memzoo.conversion.upcycle` makes of a pretrained transformer.
 TINY |= {
-    f"titans-{variant}-skip-e{blocks}": type(config)(
+    f"titans-{variant}-skip-e16": type(config)(
         **{
             **config.to_diff_dict(),
             "memory_skip": True,
@@ -60,8 +60,8 @@ TINY |= {
             "layer_types": ["full_attention", "sliding_attention"],
         }
     )
-    for variant, blocks in (("mag", 16), ("mal", 1))
-    for config in (TINY[f"titans-{variant}-e{blocks}"],)
+    for variant in ("mag", "mal")
+    for config in (TINY[f"titans-{variant}-e16"],)
 }
 
 
