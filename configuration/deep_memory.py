@@ -98,6 +98,7 @@ class DeepMemoryConfig(MemoryConfig):
 
     def validate_deep_memory(self) -> None:
         """Part of the `@strict` validation."""
+        head_dim = self.head_dim or 0
         require(self.variant in VARIANTS, self, "variant", f"one of {VARIANTS}")
         require(1 <= self.memory_depth <= 4, self, "memory_depth", "1 to 4")
         require(self.memory_activation in MEMORY_ACTIVATIONS, self, "memory_activation", f"one of {MEMORY_ACTIVATIONS}")
@@ -113,10 +114,10 @@ class DeepMemoryConfig(MemoryConfig):
         require(self.feature_map in FEATURE_MAPS, self, "feature_map", f"one of {FEATURE_MAPS}")
         require(self.feature_degree >= 1, self, "feature_degree", "at least 1")
         require(
-            self.feature_map != "monomials" or self.feature_dim is None or 1 <= self.feature_dim <= self.head_dim,
+            self.feature_map != "monomials" or self.feature_dim is None or 1 <= self.feature_dim <= head_dim,
             self,
             "feature_dim",
-            f"None, or 1 to the head width {self.head_dim}",
+            f"None, or 1 to the head width {head_dim}",
         )
         require(not self.use_muon or self.use_momentum, self, "use_momentum", "True, which Muon makes orthogonal")
         branched = self.variant in ("mag", "mal")
@@ -128,10 +129,10 @@ class DeepMemoryConfig(MemoryConfig):
             "layer_types",
             f"None, or num_hidden_layers={self.num_hidden_layers} of {ATTENTION_TYPES}",
         )
-        width = self.num_attention_heads * (self.head_dim or 0)
-        if self.variant == "mac":
+        if self.variant == "mac":  # whose memory reads what its attention made
+            expected = self.hidden_size / self.num_attention_heads
             require(
-                width == self.hidden_size, self, "head_dim", "hidden_size / num_attention_heads: 'mac' reads its memory"
+                head_dim == expected, self, "head_dim", f"hidden_size / num_attention_heads = {expected:g} in 'mac'"
             )
             require(
                 self.segment_size % self.chunk_size == 0,
@@ -140,6 +141,6 @@ class DeepMemoryConfig(MemoryConfig):
                 f"a multiple of chunk_size={self.chunk_size}",
             )
         if self.variant != "lmm":
-            require(self.head_dim % 2 == 0, self, "num_attention_heads", "an even head width, for rotary embeddings")
-        units = self.head_dim if self.memory_depth == 1 else self.head_dim * self.memory_expansion
+            require(head_dim % 2 == 0, self, "head_dim", "an even head width, for rotary embeddings")
+        units = head_dim if self.memory_depth == 1 else head_dim * self.memory_expansion
         require(self.capacity_blocks <= units, self, "capacity_blocks", f"at most the memory's {units} units")

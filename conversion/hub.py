@@ -87,7 +87,8 @@ class Card:
             ValueError: unknown or missing fields.
         """
         results = values.get("results", ())
-        for kind, found in ((cls, values), *((Result, result) for result in results)):
+        parts: list[tuple[type[Card] | type[Result], Any]] = [(cls, values), *((Result, result) for result in results)]
+        for kind, found in parts:
             known = {f.name for f in fields(kind)}
             if not isinstance(found, Mapping) or not set(found) <= known:
                 raise ValueError(f"{subject}: expected a {kind.__name__} of {sorted(known)}, got {found!r}.")
@@ -98,7 +99,7 @@ class Card:
 
     def write(self, config: PreTrainedConfig, checkpoint: Checkpoint, folder: Path) -> None:
         """README.md of `folder`: the Hub's metadata and a description."""
-        architecture = config.architectures[0]
+        (architecture,) = config.architectures or [""]
         task = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), None)
         papers = re.findall(r"arXiv (\d{4}\.\d{5})", inspect.getdoc(type(config)) or "")
         results = [EvalResult(task or "other", r.dataset, r.dataset, r.metric, r.value) for r in self.results]
@@ -114,19 +115,21 @@ class Card:
             eval_results=results or None,
         )
         tokenizer = any(folder.glob("tokenizer*"))
-        body = f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(self._sections(config, checkpoint, tokenizer)) + "\n"
-        ModelCard(body, ignore_metadata_errors=False).save(folder / "README.md")
+        lines = ["---", data.to_yaml(), "---", "", *self._sections(architecture, config, checkpoint, tokenizer), ""]
+        ModelCard("\n".join(lines), ignore_metadata_errors=False).save(folder / "README.md")
 
-    def _sections(self, config: PreTrainedConfig, checkpoint: Checkpoint, tokenizer: bool) -> list[str]:
+    def _sections(
+        self, architecture: str, config: PreTrainedConfig, checkpoint: Checkpoint, tokenizer: bool
+    ) -> list[str]:
         summary = (inspect.getdoc(type(config)) or "").split("\n\n")[0].replace("\n", " ")
-        ending = next((ending for ending in TASKS if config.architectures[0].endswith(ending)), "")
+        ending = next((ending for ending in TASKS if architecture.endswith(ending)), "")
         kinds = ["AutoTokenizer"] if tokenizer else []
         measured = [(r.metric, str(r.value), r.dataset, r.how) for r in self.results]
         loads = [f'tokenizer = AutoTokenizer.from_pretrained("{self.name}")'] if tokenizer else []
         return [
             f"# {self.name}",
             "",
-            f"`{config.architectures[0]}` of memzoo. {summary}",
+            f"`{architecture}` of memzoo. {summary}",
             "",
             "## Sizes",
             "",
@@ -167,7 +170,7 @@ def _sizes(config: PreTrainedConfig, checkpoint: Checkpoint) -> list[tuple[str, 
     """The checkpoint's sizes, and the other options in which its config differs from a new one."""
     count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.files)
     plain = {f.name for f in fields(PreTrainedConfig)}
-    own = {f.name for f in fields(config)} - plain  # type: ignore[arg-type]  # a dataclass by its decorator
+    own = {f.name for f in fields(config)} - plain
     changed = [name for name in config.to_diff_dict() if name in own]
     return [
         ("parameters", f"{count:,}"),

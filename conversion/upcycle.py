@@ -65,10 +65,7 @@ class Target:
 
     def config(self, source: PreTrainedConfig, options: Mapping[str, Any], subject: str) -> PreTrainedConfig:
         """Our config: what both have is the source's, the rest is of what is added."""
-        ours, theirs = (
-            {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]  # dataclasses by their decorator
-            for kind in (self.config_class, type(source))
-        )
+        ours, theirs = ({f.name for f in dataclasses.fields(kind)} for kind in (self.config_class, type(source)))
         free = sorted((ours - theirs - set(self.fixed)) | MEMORY_OPTIONS)
         for name, value in options.items():
             if name not in free:
