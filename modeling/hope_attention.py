@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from memzoo.configuration.hope import HopeAttentionConfig
-from memzoo.modeling.decoder import (
-    MemoryForCausalLM,
-    MemoryForSequenceClassification,
-    MemoryModel,
-    MemoryPreTrainedModel,
-    Mixer,
-)
-from memzoo.modeling.mixers.chain import ChainBlock
+from memzoo.modeling.decoder import MemoryForSequenceClassification, Mixer
+from memzoo.modeling.in_context import ChainForCausalLM, ChainModel, ChainPreTrainedModel
 from memzoo.modeling.mixers.matrix_memory import mixer_of
 
 
-class HopeAttentionPreTrainedModel(MemoryPreTrainedModel):
+class HopeAttentionPreTrainedModel(ChainPreTrainedModel):
     config_class = HopeAttentionConfig
-    _no_split_modules = ["ChainBlock"]
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
         return mixer_of(None, config, layer_idx)
 
-    @classmethod
-    def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
-        return ChainBlock(config, cls.make_mixer(config, layer_idx))
 
-
-class HopeAttentionModel(HopeAttentionPreTrainedModel, MemoryModel):
+class HopeAttentionModel(HopeAttentionPreTrainedModel, ChainModel):
     """The backbone; see `HopeAttentionConfig`."""
 
 
-class HopeAttentionForCausalLM(HopeAttentionPreTrainedModel, MemoryForCausalLM):
+class HopeAttentionForCausalLM(HopeAttentionPreTrainedModel, ChainForCausalLM):
     """The backbone with a next-token head.
 
     Example:

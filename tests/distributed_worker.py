@@ -30,11 +30,19 @@ CASES: dict[str, dict[str, bool]] = {
 }
 
 
+def cases(mode: str) -> list[str]:
+    """What can train in a mode: FSDP2 cannot shard blocks that are read several times a pass."""
+    learning = {case: getattr(zoo.TINY[case], "chain_learning", "stream") for case in CASES}
+    return [case for case in CASES if mode != "fsdp2" or learning[case] == "stream"]
+
+
 def train(case: str, folder: Path, accelerator: Accelerator) -> list[float]:
     """The global losses of some steps; the trained model is saved to `folder`."""
     model = zoo.build(case, **CASES[case])
     # Plain SGD, whose updates differ as little as the gradients do; Adam's turn over where a gradient is nearly 0.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if accelerator.is_fsdp2:  # the blocks to shard are this model's, not the last one's
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
     model, optimizer = accelerator.prepare(model, optimizer)
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     losses = []
@@ -87,7 +95,7 @@ def launched(mode: str) -> Accelerator:
 def main(mode: str, folder: Path) -> None:
     torch.set_num_threads(1)
     accelerator = launched(mode)
-    for case in CASES:
+    for case in cases(mode):
         losses = train(case, folder / case, accelerator)
         if accelerator.is_main_process:
             (folder / case / "losses.json").write_text(json.dumps(losses))

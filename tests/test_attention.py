@@ -96,6 +96,8 @@ def test_blocks_equal_a_full_mask(
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
 def test_implementations_agree(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In prefill, in decoding and on padded rows. Flex attention runs without its compiler."""
+    if implementation == "flex_attention" and getattr(zoo.TINY[name], "chain_learning", None) == "in_context":
+        pytest.skip("flex attention has no backward on a CPU, which learning in context takes")
     monkeypatch.setattr(flex_integration, "compile_friendly_flex_attention", _uncompiled_flex)
     monkeypatch.setattr(masking_utils, "create_block_mask", _uncompiled_block_mask)
     ids, mask = zoo.tokens(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.long)

@@ -1,15 +1,24 @@
-"""Chains of levels: what they reduce to, and what their configs refuse."""
+"""Chains of levels: what they reduce to, what they learn in context, and what their configs refuse."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
-from tolerances import MODEL, close
+from tolerances import MODEL, close, error
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from memzoo import HopeAttentionConfig, HopeAttentionForCausalLM
+from memzoo import HopeAttentionConfig, HopeAttentionForCausalLM, HopeConfig, MemoryCache
+from memzoo.modeling.decoder import Step
+from memzoo.modeling.mixers.self_modifying import SelfModifying
 
 LENGTH = 6 * zoo.CHUNK + 3
 
@@ -85,6 +94,241 @@ def test_the_levels_take_their_turns() -> None:
     assert (model(ids).logits - before).abs().max() > 1e-2
 
 
+# In context -----------------------------------------------------------------------------------------------------------
+
+CONTEXT = "hope_attention-context-e1"
+C = zoo.CHUNK
+CHAINS = [
+    {},
+    {"chain": "nested", "chain_periods": [2 * C, 4 * C, C]},
+    {"chain": "independent", "layer_types": ["sliding_attention"] * 2, "mlp_bias": True},
+    {"chain_periods": [C]},
+]
+
+
+def in_context(**options: object) -> PreTrainedModel:
+    return zoo.build(CONTEXT, torch.float64, **options).eval()
+
+
+def by_equation(model: PreTrainedModel, ids: Tensor, second_order: bool = False) -> Tensor:
+    """Eq 71 and 72 of arXiv 2512.24695 for one sequence `[1, T]`: a static model whose weights are exchanged chunk by
+    chunk, with its ordinary cache. Differentiable with respect to the parameters, through the updates or not."""
+    config = model.config
+    chain = "independent" if config.chain == "independent" else "sequential"
+    kept = ("chain_periods", "layer_types", "mlp_bias")
+    static = in_context(chain_learning="stream", chain=chain, **{key: getattr(config, key) for key in kept})
+    weights = dict(model.named_parameters())
+    fast = [name for name in weights if "chain.levels" in name and "_proj.weight" in name]
+    period = {name: config.level_periods[int(name.split("levels.")[1][0])] for name in fast}
+    slower = {name: [p for p in config.level_periods if p > period[name]] for name in fast}
+    outer = {name: min(slower[name]) if slower[name] and config.chain == "nested" else None for name in fast}
+    own, start = ({name: weights[name] for name in fast} for _ in range(2))
+    gathered, gathered_start = ({name: torch.zeros_like(weights[name]) for name in fast} for _ in range(2))
+    cache, logits = MemoryCache(static.config), []
+    size = min(config.level_periods)
+    for low in range(0, ids.shape[1], size):
+        chunk = ids[:, low : low + size]
+        own = {name: x.view_as(x) for name, x in own.items()}
+        out = functional_call(static, {**weights, **own}, (chunk,), {"cache": cache})
+        logits.append(out.logits)
+        high = low + size
+        if high >= ids.shape[1]:
+            break
+        error = F.cross_entropy(out.logits[0], ids[0, low + 1 : high + 1], reduction="sum")
+        slopes = torch.autograd.grad(error, list(own.values()), create_graph=second_order, retain_graph=True)
+        for name, slope in zip(fast, slopes, strict=True):
+            gathered[name] = gathered[name] + slope
+            gathered_start[name] = gathered_start[name] + slope
+            if high % period[name] == 0:
+                own[name] = own[name] - config.chain_step_size * gathered[name]
+                gathered[name] = torch.zeros_like(slope)
+            if outer[name] is not None and high % outer[name] == 0:
+                start[name] = start[name] - config.chain_step_size * gathered_start[name]
+                own[name], gathered_start[name] = start[name], torch.zeros_like(slope)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("options", CHAINS)
+@pytest.mark.parametrize("second_order", [False, True])
+def test_learning_in_context_is_the_equation(options: dict[str, object], second_order: bool) -> None:
+    """Logits, and the gradient of a loss on them with respect to every parameter, in first and second order."""
+    model = in_context(**options, chain_second_order=second_order)
+    ids = zoo.tokens(2, 6 * C + 3)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
+        got = model(ids).logits
+        want = torch.cat([by_equation(model, row, second_order) for row in ids.split(1)])
+        close(got, want, MODEL[torch.float64])
+        target = torch.randn_like(got)
+        found = torch.autograd.grad((got * target).sum(), list(model.parameters()))
+        expected = torch.autograd.grad((want * target).sum(), list(model.parameters()))
+    for (name, _), x, y in zip(model.named_parameters(), found, expected, strict=True):
+        assert error(x, y) < MODEL[torch.float64], name
+
+
+def test_second_order_differs_from_first() -> None:
+    """And both from a model that does not learn."""
+    ids, gradients = zoo.tokens(1, 4 * C), []
+    for second_order in (False, True):
+        model = in_context(chain_second_order=second_order)
+        weight = model.model.layers[0].chain.levels[0].mlp.up_proj.weight
+        with sdpa_kernel(SDPBackend.MATH):
+            gradients.append(torch.autograd.grad(model(ids).logits.square().sum(), weight)[0])
+    assert error(gradients[0], gradients[1]) > 1e-3
+
+
+def test_without_a_step_size_nothing_is_learned() -> None:
+    ids, model = zoo.tokens(2, 6 * C + 3), in_context(chain_step_size=0.0)
+    static = in_context(chain_learning="stream")
+    with torch.no_grad():
+        close(model(ids).logits, static(ids).logits, MODEL[torch.float64])
+        assert error(in_context()(ids).logits, static(ids).logits) > 1e-2
+
+
+@pytest.mark.parametrize("options", CHAINS[:2])
+def test_no_token_changes_what_was_read_before_it(options: dict[str, object]) -> None:
+    """Nor does it as a label: later tokens are exchanged, and every earlier logit keeps its bits."""
+    model, ids, other = in_context(**options), zoo.tokens(1, 4 * C + 2), zoo.tokens(1, 4 * C + 2, seed=1)
+    with torch.no_grad():
+        want = model(ids).logits
+        for t in range(1, ids.shape[1]):
+            changed = torch.where(torch.arange(ids.shape[1]) < t, ids, other % (zoo.VOCAB - 1) + 1)
+            got = model(changed).logits
+            assert torch.equal(got[:, :t], want[:, :t])
+            assert not torch.equal(got[:, t:], want[:, t:])
+
+
+def test_updates_come_at_multiples_of_the_periods() -> None:
+    """A level's own weights change when the token after its period is read, and stay the same in between."""
+    model, ids = in_context(), zoo.tokens(1, 5 * C)
+    cache, before, moves = MemoryCache(model.config), None, []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            model(token, cache=cache)
+            changes = [level.change[1] for level in cache.states[0].levels]
+            if before is not None:
+                moves.append([not torch.equal(x, y) for x, y in zip(changes, before, strict=True)])
+            before = changes
+    slow, fast = zip(*moves, strict=True)
+    assert [at + 1 for at, moved in enumerate(fast) if moved] == [C, 2 * C, 3 * C, 4 * C]
+    assert [at + 1 for at, moved in enumerate(slow) if moved] == [2 * C, 4 * C]
+
+
+def test_learning_in_context_helps_on_a_text_that_repeats() -> None:
+    """A window too short to see the repetition, so that only the levels' own weights can remember it."""
+    ids = zoo.tokens(4, 9).repeat(1, 12)
+    losses = []
+    for step_size in (0.0, 0.02):
+        model = in_context(chain_step_size=step_size, layer_types=["sliding_attention"] * 2, sliding_window=2)
+        with torch.no_grad():
+            logits = model(ids).logits[:, -10:-1]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), ids[:, -9:].flatten()).item())
+    assert losses[1] < 0.5 * losses[0]
+
+
+def test_the_head_teaches() -> None:
+    """The head of the language model, wherever it comes from: made anew, copied, loaded; alone, the embedding."""
+    model, ids = in_context(), zoo.tokens(1, 3 * C)
+    with torch.no_grad():
+        want = model.model(ids).last_hidden_state
+        twin = copy.deepcopy(model)
+        model.lm_head.weight.neg_()
+        assert error(model.model(ids).last_hidden_state, want) > 1e-3
+        close(twin.model(ids).last_hidden_state, want, MODEL[torch.float64])
+        model.lm_head = twin.lm_head
+        close(model.model(ids).last_hidden_state, want, MODEL[torch.float64])
+        alone = type(model.model)(model.config).double().eval()
+        alone.load_state_dict(model.model.state_dict())
+        tied = in_context(tie_word_embeddings=True)
+        tied.model.load_state_dict(model.model.state_dict())
+        close(alone(ids).last_hidden_state, tied.model(ids).last_hidden_state, MODEL[torch.float64])
+
+
+def test_training_in_shards_is_refused(tmp_path: Path) -> None:
+    """Reading is not."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model, ids = in_context(), zoo.tokens(1, 3 * C)
+        with torch.no_grad():
+            want = model(ids).logits
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            close(model(ids).logits, want, MODEL[torch.float64])
+        with pytest.raises(ValueError, match=r"training under FSDP2: .* Use DDP, or chain_learning='stream'"):
+            model(ids)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# Self-modifying memories ----------------------------------------------------------------------------------------------
+
+
+def memories_by_equation(mixer: SelfModifying, u: Tensor, q: Tensor, head: int) -> Tensor:
+    """Eq 86-90 of arXiv 2512.24695 for one head of one sequence, `[T, d]`, token by token; gradients by autograd."""
+    names, width, count = ("k", "v", "eta", "alpha", "memory", "q"), mixer.head_dim, mixer.count
+    first = mixer.initial_weights.first[head].view(width, count, -1)
+    second = mixer.initial_weights.second.view(mixer.heads, count, -1, width)[head]
+    now = {name: (first[:, m].T, second[m].T) for m, name in enumerate(names[:count])}  # W_2, W_1
+
+    def apply(weights: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        return x + weights[1] @ F.gelu(weights[0] @ x)
+
+    anchor, outputs = dict(now), []
+    for t in range(len(u)):
+        for name in now:
+            if t % (mixer.chunk_size if name == "memory" else mixer.self_chunk_size) == 0:
+                anchor[name] = now[name]
+        k = F.normalize(apply(anchor["k"], u[t]), dim=0)
+        v = apply(anchor["v"], u[t])
+        (r_eta, r_alpha), (b_eta, b_alpha) = mixer.gates.weight[:, head], mixer.gates.bias[:, head]
+        eta, alpha = (apply(anchor[name], u[t]) for name in ("eta", "alpha"))
+        eta, alpha = (x / x.square().mean().sqrt() for x in (eta, alpha))
+        eta = mixer.step_limit * torch.sigmoid(r_eta @ eta + b_eta)
+        alpha = torch.sigmoid(-(r_alpha @ alpha) - b_alpha)
+        query = F.normalize(apply(anchor["q"], u[t]) if "q" in now else q[t], dim=0)
+        outputs.append(apply(anchor["memory"], query))
+        for name, (w2, w1) in now.items():
+            leaves = tuple(w.detach().requires_grad_() for w in anchor[name])
+            loss = 0.5 * (apply(leaves, k.detach()) - apply(anchor[name], v).detach()).square().sum()
+            g2, g1 = torch.autograd.grad(loss, leaves)
+            norm = (g1.square().sum() + g2.square().sum()).sqrt()
+            shorter = (mixer.max_gradient_norm / norm).clamp(max=1) if mixer.max_gradient_norm else 1.0
+            w2 = w2 @ (alpha * torch.eye(width, dtype=u.dtype) - eta * torch.outer(k, k)) - eta * shorter * g2
+            now[name] = w2, alpha * w1 - eta * shorter * g1
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("name", ["hope-e1", "hope-stream"])
+@pytest.mark.parametrize("bound", [None, 0.5])
+def test_self_modifying_memories_are_the_equation(name: str, bound: float | None) -> None:
+    """Without the bound not for long: memories that make their own targets grow until they overflow."""
+    mixer = zoo.build(name, torch.float64, max_gradient_norm=bound).model.layers[0].mixer
+    x = torch.randn(2, 4 * C + 3 if bound else 2 * C + 1, 24, dtype=torch.float64)
+    read = []
+    mixer.output.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    none = torch.zeros(2, dtype=torch.long)
+    with torch.no_grad():
+        mixer(x, Step(none, None, none + x.shape[1], {}), None)
+        streams, _ = mixer.conv(mixer.in_proj(x), x.new_zeros(2, 3, 48), None)
+    u, q = streams.unflatten(-1, (2, 2, 12)).unbind(2)
+    for row in range(2):
+        for head in range(2):
+            want = memories_by_equation(mixer, u[row, :, head], q[row, :, head], head)
+            close(read[0][row].unflatten(-1, (2, -1))[:, head], want, MODEL[torch.float64])
+
+
+def test_hope_without_learning_is_its_static_model() -> None:
+    """Its chain with a step size of 0 is the chain that an optimizer alone moves."""
+    ids, models = zoo.tokens(2, 5 * C + 1), []
+    for options in ({"chain_step_size": 0.0}, {"chain_learning": "stream"}):
+        models.append(zoo.build("hope-e1", torch.float64, **options).eval())
+    with torch.no_grad():
+        close(models[0](ids).logits, models[1](ids).logits, MODEL[torch.float64])
+
+
+# Configs --------------------------------------------------------------------------------------------------------------
+
+
 def test_level_sizes() -> None:
     assert HopeAttentionConfig.preset("170m").level_sizes == [640, 704, 704]
     assert HopeAttentionConfig(intermediate_size=40, chain_periods=[2, 1]).level_sizes == [20, 20]
@@ -98,6 +342,10 @@ def test_level_sizes() -> None:
         ({"chain_periods": [2, 0]}, r"chain_periods=\[2, 0\]"),
         ({"chain_periods": [2, 1], "chain_sizes": [8]}, r"chain_sizes=\[8\]: expected None, or 2 widths"),
         ({"chain_sizes": [8, 0, 8]}, r"chain_sizes=\[8, 0, 8\]"),
+        ({"chain": "nested"}, "chain='nested': expected 'nested' in context alone"),
+        ({"chain_learning": "context"}, "chain_learning='context': expected one of"),
+        ({"chain_learning": "in_context", "chain_periods": [6, 4]}, r"chain_periods=\[6, 4\]: expected multiples"),
+        ({"chain_step_size": -1.0}, "chain_step_size=-1.0: expected at least 0"),
         ({"chain": "parallel"}, "chain='parallel': expected one of"),
         ({"capacity_blocks": 2}, "capacity_blocks=2"),
     ],
@@ -105,3 +353,19 @@ def test_level_sizes() -> None:
 def test_bad_values_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HopeAttentionConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"self_chunk_size": 24}, "self_chunk_size=24: expected a multiple of chunk_size=16"),
+        ({"memory_activation": "step"}, "memory_activation='step': expected one of"),
+        ({"max_step_size": 2.0}, "max_step_size=2.0: expected above 0 to 1"),
+        ({"max_gradient_norm": 0.0}, "max_gradient_norm=0.0: expected above 0"),
+        ({"capacity_blocks": 2}, "capacity_blocks=2: expected 1"),
+        ({"chunk_size": 0}, "chunk_size=0: expected at least 1"),
+    ],
+)
+def test_bad_values_of_hope_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HopeConfig(**options)

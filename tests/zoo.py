@@ -126,12 +126,35 @@ TINY |= {
         mlp_bias=True,
     ),
     "hope_attention-e1": _matrix(memzoo.HopeAttentionConfig, chain_periods=[3, 1]),
+    "hope_attention-context-e1": _matrix(
+        memzoo.HopeAttentionConfig,
+        chain_learning="in_context",
+        chain_periods=[2 * CHUNK, CHUNK],
+        chain_step_size=0.01,
+    ),
+    "hope_attention-nested": _matrix(
+        memzoo.HopeAttentionConfig,
+        layer_types=["sliding_attention", "full_attention"],
+        num_key_value_heads=1,
+        chain_learning="in_context",
+        chain="nested",
+        chain_periods=[CHUNK, 4 * CHUNK, 2 * CHUNK],
+        chain_step_size=0.01,
+    ),
     "hope_attention-independent": _matrix(
         memzoo.HopeAttentionConfig,
         layer_types=["sliding_attention", "full_attention"],
         chain_periods=[4, 2, 1],
         chain_sizes=[5, 7, 9],
         chain="independent",
+    ),
+}
+# The memories' boundaries and the chain's chunks lie apart.
+_HOPE = {"capacity_context": 3, "max_step_size": 0.25, "chunk_size": 3, "self_chunk_size": 6}
+TINY |= {
+    "hope-e1": memzoo.HopeConfig(**_SHARED, **_HOPE, chain_periods=[2 * CHUNK, CHUNK], chain_step_size=0.01),
+    "hope-stream": memzoo.HopeConfig(
+        **_SHARED, **_HOPE, adaptive_query=True, chain_learning="stream", chain_periods=[2, 1]
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
@@ -160,14 +183,11 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.DotConfig, {}, (142033152, 396579200, 837875328, 1119255760)),
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
     (memzoo.HopeAttentionConfig, {}, (134124288, 369198080, 777930240, 1041909760)),
+    (memzoo.HopeConfig, {}, (151902912, 432336128, 919822848, 1419733792)),
 ]
+_NO_SCHEDULE = (memzoo.TransformerPlusPlusConfig, memzoo.HopeConfig)
 PRESETS = [
-    (
-        kind,
-        size,
-        {**options, **({} if issubclass(kind, memzoo.TransformerPlusPlusConfig) else {"capacity_blocks": 16})},
-        count,
-    )
+    (kind, size, {**options, **({} if issubclass(kind, _NO_SCHEDULE) else {"capacity_blocks": 16})}, count)
     for kind, options, counts in COUNTS
     for size, count in zip(("170m", "340m", "760m", "1.3b"), counts, strict=True)
 ]

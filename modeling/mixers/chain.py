@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from memzoo.kernels.blocked import blocked
+from memzoo.kernels.registry import cast
 from memzoo.modeling.decoder import FeedForward, Mixer, Step
+
+Change = tuple[Tensor, Tensor, Tensor]
+"""What a row's own level adds to the weights of gate, up and down projection: `[R, F, D]` twice and `[R, D, F]`."""
 
 
 class Level(nn.Module):
@@ -24,14 +30,32 @@ class Level(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FeedForward(sized)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm(x))
+    def forward(self, x: Tensor, change: Change | None = None) -> Tensor:
+        x = self.norm(x)
+        if change is None:
+            return self.mlp(x)
+        gate, up = (
+            _changed(layer, d, x) for layer, d in zip((self.mlp.gate_proj, self.mlp.up_proj), change, strict=False)
+        )
+        return _changed(self.mlp.down_proj, change[2], blocked(self.mlp._gated, gate, up))
+
+    def no_change(self, rows: int) -> Change:
+        """The change of rows that have learned nothing."""
+        layers = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
+        dtype = torch.promote_types(layers[0].weight.dtype, torch.float32)
+        gate, up, down = (layer.weight.new_zeros(rows, *layer.weight.shape, dtype=dtype) for layer in layers)
+        return gate, up, down
+
+
+def _changed(layer: nn.Linear, change: Tensor, x: Tensor) -> Tensor:
+    """`x (W + change)^T`, for rows `[R, L, D]` with a change each."""
+    return layer(x) + torch.bmm(x, cast(change, x.dtype).mT)
 
 
 class Chain(nn.Module):
     """Levels 1..k in the place of a feed-forward, its residual connections included.
 
-        sequential:   x <- x + MLP_l(norm_l(x))  for l = 1..k        (Eq 70, 73)
+        sequential:   x <- x + MLP_l(norm_l(x))  for l = 1..k        (Eq 70, 72, 73)
         independent:  x <- x + sum_l w_l MLP_l(norm_l(x))            (Eq 74)
 
     Deviations: norms and residual connections, which the paper's equations leave out; `w` is learned and starts at 1.
@@ -46,12 +70,13 @@ class Chain(nn.Module):
         if self.weights is not None:
             init.ones_(self.weights)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, changes: tuple[Change, ...] | None = None) -> Tensor:
+        levels = list(zip(self.levels, changes or [None] * len(self.levels), strict=True))
         if self.weights is not None:
-            outputs = [weight * level(x) for weight, level in zip(self.weights, self.levels, strict=True)]
+            outputs = [w * level(x, change) for w, (level, change) in zip(self.weights, levels, strict=True)]
             return x + torch.stack(outputs).sum(0)
-        for level in self.levels:
-            x = x + level(x)
+        for level, change in levels:
+            x = x + level(x, change)
         return x
 
 
@@ -67,3 +92,32 @@ class ChainBlock(GradientCheckpointingLayer):
     def forward(self, hidden: Tensor, step: Step, state: Any, keep_state: bool) -> tuple[Tensor, Any]:
         mixed, state = self.mixer(self.mixer_norm(hidden), step, state)
         return self.chain(hidden + mixed), state if keep_state else None
+
+
+class InContextBlock(ChainBlock):
+    """The same with changes of the levels' weights in each row.
+
+    It takes and returns states as their tensors, with the form that they make up: a checkpoint in the old style follows
+    no gradient into a tree.
+    """
+
+    def forward(self, hidden: Tensor, step: Step, form: TreeSpec, *tensors: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        state, changes = tree_unflatten(tensors, form)
+        mixed, state = self.mixer(self.mixer_norm(hidden), step, state)
+        new, form = tree_flatten(state)
+        return self.chain(hidden + mixed, changes), form, *new
+
+    def read(self, hidden: Tensor, step: Step, state: Any, changes: tuple[Change, ...]) -> tuple[Tensor, Any]:
+        """Outputs and the new state, both trees."""
+        tensors, form = tree_flatten((state, changes))
+        hidden, form, *new = self(hidden, step, form, *tensors)
+        return hidden, tree_unflatten(new, form)
+
+    def read_again(self, hidden: Tensor, step: Step, state: Any, changes: tuple[Change, ...]) -> Tensor:
+        """The same outputs once more, outside of hooks and checkpoints."""
+        mixed, _ = self.mixer.forward(self.mixer_norm(hidden), step, state)
+        return self.chain(hidden + mixed, changes)
+
+    def begin(self, like: Tensor, step: Step) -> Any:
+        """The mixer's state before the first token, which rows without a token leave as it is."""
+        return self.mixer.forward(torch.zeros_like(like), step, None)[1]

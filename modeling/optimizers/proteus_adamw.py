@@ -49,13 +49,14 @@ def parameter_groups(
         unit_axes: for a regular expression found in a parameter's name, the axis of its hidden units, which open block
             by block. The first that fits counts; a parameter that none fits is open from the start.
         periods: the same for update periods; 1 where none fits. `None` for the `level_periods` of the model's config,
-            where it has a chain, and 1 elsewhere.
+            where it has a chain that does not learn in context, and 1 elsewhere.
 
     Raises:
         ValueError: a pattern that fits no parameter.
     """
     if periods is None:
-        levels = getattr(getattr(model, "config", None), "level_periods", [])
+        config: Any = getattr(model, "config", None)
+        levels = config.level_periods if getattr(config, "chain_learning", None) == "stream" else []
         periods = {rf"\bchain\.levels\.{level}\.": period for level, period in enumerate(levels)}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for kind, patterns in (("unit_axes", unit_axes), ("periods", periods)):

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
-from memzoo.configuration.hope import HopeAttentionConfig
+from memzoo.configuration.hope import HopeAttentionConfig, HopeConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -33,6 +33,7 @@ from memzoo.modeling.gated_deltanet import (
     GatedDeltaNetForSequenceClassification,
     GatedDeltaNetModel,
 )
+from memzoo.modeling.hope import HopeForCausalLM, HopeForSequenceClassification, HopeModel
 from memzoo.modeling.hope_attention import (
     HopeAttentionForCausalLM,
     HopeAttentionForSequenceClassification,
@@ -85,6 +86,7 @@ ARCHITECTURES = (
         HopeAttentionForCausalLM,
         HopeAttentionForSequenceClassification,
     ),
+    (HopeConfig, HopeModel, HopeForCausalLM, HopeForSequenceClassification),
 )
 
 for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
@@ -129,6 +131,10 @@ __all__ = [
     "HopeAttentionForCausalLM",
     "HopeAttentionForSequenceClassification",
     "HopeAttentionModel",
+    "HopeConfig",
+    "HopeForCausalLM",
+    "HopeForSequenceClassification",
+    "HopeModel",
     "MemoryCache",
     "OmegaNetConfig",
     "OmegaNetForCausalLM",
