@@ -50,6 +50,12 @@ class ExponentialMemoryConfig(MatrixMemoryConfig):
     objective = "dot"
     window = 1
     normalizer = False
+    memory_skip = False
+
+    @property
+    def attention_types(self) -> list[str]:
+        """The attention beside the memory in each block of a wiring."""
+        return ["sliding_attention"] * self.num_hidden_layers
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_fixed(self, kwargs, RULE)

@@ -51,6 +51,21 @@ TINY: dict[str, PreTrainedConfig] = {
     for variant, blocks in itertools.product(("lmm", "mac", "mag", "mal"), (1, 16))
 }
 
+# The wirings that `memzoo.conversion.upcycle` makes of a pretrained transformer.
+TINY |= {
+    f"titans-{variant}-skip-e16": type(config)(
+        **{
+            **config.to_diff_dict(),
+            "memory_skip": True,
+            "head_dim": 8,
+            "attention_out_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        }
+    )
+    for variant in ("mag", "mal")
+    for config in (TINY[f"titans-{variant}-e16"],)
+}
+
 
 def _deep(config_class: type, variant: str = "lmm", blocks: int = 1, **options: object) -> PreTrainedConfig:
     shared = {"chunk_size": CHUNK, "segment_size": 2 * CHUNK, "sliding_window": 5, "num_persistent_tokens": 3}

@@ -123,6 +123,7 @@ class DeepMemory(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         width, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        inner = heads * head_dim
         hidden = [head_dim * config.memory_expansion] * (config.memory_depth - 1)
         self.heads, self.key_dim, self.value_dim = heads, head_dim, head_dim
         self.chunk_size = config.chunk_size
@@ -136,8 +137,8 @@ class DeepMemory(nn.Module):
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.use_retention, self.use_momentum = config.use_retention, config.use_momentum
-        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
-        self.conv = ShortConv(3 * width, config.conv_width, config.kernel_backend)
+        self.qkv_proj = nn.Linear(width, 3 * inner, bias=False)
+        self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend)
         ranges = [(0.12, 0.12)]  # the step size
         if self.use_momentum:
             ranges.append((0.5, 0.5))
@@ -159,7 +160,7 @@ class DeepMemory(nn.Module):
             state: from `begin` or from an earlier call.
 
         Returns:
-            Read-outs `[B, L, D]` and the new state.
+            Read-outs `[B, L, H V]` of H heads of width V, and the new state.
         """
         return self._read(x, state, lengths, self.chunk_size, self.schedule.unlock)
 

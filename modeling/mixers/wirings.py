@@ -65,16 +65,27 @@ class MemoryOutput(nn.Module):
 
 class BranchGate(nn.Module):
     """Two branches joined: `W_O (RMSNorm(y) * sigmoid(RMSNorm(m)))` (Titans Eq 25 and 28, both branches normalised with
-    learned weights, then a non-linearity)."""
+    learned weights, then a non-linearity).
+
+    With `memory_skip` it is `W_O (y * 2 sigmoid(RMSNorm(m)))`: exactly `W_O y` where the norm's weights are zero.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        width = config.num_attention_heads * config.head_dim
+        self.attention_norm = None if config.memory_skip else nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.memory_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
-        return self.o_proj(self.attention_norm(y) * torch.sigmoid(self.memory_norm(m)))
+        gate = torch.sigmoid(self.memory_norm(m))
+        return self.o_proj(y * (2 * gate) if self.attention_norm is None else self.attention_norm(y) * gate)
+
+
+def windowed_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
+    """The attention of a block by the config's `layer_types`."""
+    window = config.sliding_window if config.attention_types[layer_idx] == "sliding_attention" else None
+    return CausalAttention(config, window=window, carried=None if window is None else window - 1)
 
 
 class Wiring(Mixer):
@@ -112,7 +123,7 @@ class MAG(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
+        self.attention = windowed_attention(config, layer_idx)
         self.output = BranchGate(config)
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
@@ -131,13 +142,18 @@ class MAG(Wiring):
 
 
 class MAL(Wiring):
-    """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31)."""
+    """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31).
+
+    With `memory_skip` it is over `x` plus those outputs.
+    """
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
         self.output = MemoryOutput(config, self.memory)
-        self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.memory_skip = config.memory_skip
+        self.attention = windowed_attention(config, layer_idx)
+        width = config.num_attention_heads * config.head_dim
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
         return self.attention.rotary
@@ -146,8 +162,12 @@ class MAL(Wiring):
         persistent = self.persistent()
         memory_state, window = self._begin(x, persistent) if state is None else state
         m, memory_state = self.memory(x, memory_state, step.lengths)
-        y, window = self.attention(self.output(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
+        y, window = self.attention(self._remembered(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
         return self.o_proj(y), BranchState(memory_state, window)
+
+    def _remembered(self, m: Tensor, x: Tensor) -> Tensor:
+        """What the attention reads of the memory's read-outs `m` for `x`."""
+        return x + self.output(m, x) if self.memory_skip else self.output(m, x)
 
     def _begin(self, x: Tensor, persistent: Tensor | None) -> tuple[MemoryState, KeyValueState | None]:
         rows = x.shape[0]
@@ -155,7 +175,8 @@ class MAL(Wiring):
         if persistent is None or read is None:
             return memory_state, None
         place = torch.arange(-persistent.shape[0], 0, device=x.device)[None]
-        _, window = self.attention(self.output(read, persistent)[None], self.attention.rotary(x, place), None, None)
+        tokens = self._remembered(read, persistent)[None]
+        _, window = self.attention(tokens, self.attention.rotary(x, place), None, None)
         return memory_state, KeyValueState(*(x.expand(rows, *x.shape[1:]) for x in window))
 
 
