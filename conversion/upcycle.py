@@ -13,7 +13,8 @@ training on; once it has moved, all that is added has one.
 
 The wirings of Titans' paper would change the numbers; those here are its config's `memory_skip`. Hope-Attention's first
 level is the source's feed-forward, by default a slow one (arXiv 2512.24695, section 7.3, starts every level from a
-pretrained feed-forward, which is the pretrained model with one level only).
+pretrained feed-forward, which is the pretrained model with one level only); levels that learn in context start with a
+step size of zero.
 """
 
 from __future__ import annotations
@@ -93,18 +94,21 @@ class Target:
 
 
 def _chain(options: Mapping[str, Any], source: PreTrainedConfig) -> dict[str, Any]:
-    """The source's feed-forward first, then levels a quarter as wide."""
-    width, periods, sizes = source.intermediate_size, options.get("chain_periods"), options.get("chain_sizes")
-    for name, value in (("chain_periods", periods), ("chain_sizes", sizes)):
-        if not isinstance(value, (list, type(None))):
-            raise refuse("hope_attention", name, value, "a list, a number for each level")
-    if periods is None:
-        periods = [4, *[1] * (1 if sizes is None else len(sizes) - 1)]
-    if sizes is None:
-        sizes = [width, *[max(1, width // 4)] * (len(periods) - 1)]
+    """The source's feed-forward first, then levels a quarter as wide; what learns in context stands still."""
+    made, width = {**options}, source.intermediate_size
+    in_context = made.get("chain_learning") == "in_context"
+    if in_context and made.setdefault("chain_step_size", 0.0) != 0:
+        cure = "Load the upcycled model with another one: from_pretrained(DST, chain_step_size=...)."
+        raise refuse("hope_attention", "chain_step_size", made["chain_step_size"], "0, the static model", cure)
+    for name in ("chain_periods", "chain_sizes"):
+        if not isinstance(made.get(name, []), list):
+            raise refuse("hope_attention", name, made[name], "a list, a number for each level")
+    slow, fast = (2048, 512) if in_context else (4, 1)
+    periods = made.setdefault("chain_periods", [slow, *[fast] * (len(made.get("chain_sizes", [1, 1])) - 1)])
+    sizes = made.setdefault("chain_sizes", [width, *[max(1, width // 4)] * (len(periods) - 1)])
     if sizes[:1] != [width]:
         raise refuse("hope_attention", "chain_sizes", sizes, f"the source's {width} first", "It is the first level.")
-    return {**options, "chain_periods": periods, "chain_sizes": sizes}
+    return made
 
 
 MEMORY_OPTIONS = {"capacity_blocks", "capacity_context", "kernel_backend"}
@@ -176,8 +180,8 @@ def upcycle(
         ignore: options of the source's config.json that are left out.
         max_shard_size: of a file of weights.
         options: of the config made that the source does not decide: `memory_depth`, `chunk_size`, `capacity_blocks`,
-            ... of `TitansConfig`; `chain_periods` and `chain_sizes` of `HopeAttentionConfig`, by default `[4, 1]` and
-            the source's width and a quarter of it.
+            ... of `TitansConfig`; `chain_learning`, `chain_periods` and `chain_sizes` of `HopeAttentionConfig`, by
+            default `[4, 1]` steps or `[2048, 512]` tokens and the source's width and a quarter of it.
 
     Returns:
         The destination.

@@ -15,7 +15,7 @@ import torch
 import zoo
 from natives import NATIVE, checkpoint, load
 from safetensors.torch import load_file, save_file
-from tolerances import OP, close
+from tolerances import OP, close, error
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import memzoo
@@ -126,6 +126,22 @@ def test_the_first_level_of_a_chain_is_the_sources(natives: dict[str, Path], tmp
         levels = model.model.layers[2].chain.levels
         assert [level.mlp.gate_proj.weight.shape[0] for level in levels] == sizes
         assert torch.equal(levels[0].mlp.up_proj.weight, load(natives["llama"]).model.layers[2].mlp.up_proj.weight)
+
+
+def test_levels_that_learn_in_context_start_still(natives: dict[str, Path], tmp_path: Path) -> None:
+    """With a step size of zero; with another one, which loading sets, they learn from the first period on."""
+    options = {"chain_learning": "in_context", "chain_periods": [8, 4]}
+    folder = upcycle(natives["llama"], tmp_path / "ours", "hope_attention", **options)
+    theirs, ours = load(natives["llama"]), load(folder)
+    learning = AutoModelForCausalLM.from_pretrained(folder, chain_step_size=0.1).eval()
+    ids = zoo.tokens(2, TOKENS)
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        close(ours(ids).logits, wanted, OP[torch.float32])  # in pieces of a period
+        close(learning(ids).logits[:, :4], wanted[:, :4], OP[torch.float32])
+        assert error(learning(ids).logits[:, 9:], wanted[:, 9:]) > 1e-3
+    with pytest.raises(ValueError, match=r"chain_step_size=0.1: expected 0, the static model. Load the upcycled"):
+        upcycle(natives["llama"], tmp_path / "other", "hope_attention", **options, chain_step_size=0.1)
 
 
 # Training
