@@ -71,14 +71,14 @@ def test_every_tensor_has_the_rows_first_and_all_move_together(name: str) -> Non
 def test_halving_any_part_of_the_state_is_seen(name: str) -> None:
     """Every tensor of the state matters to what follows: a lost or stale one cannot hide behind a tolerance."""
     model, rest, cache, want = filled(name, rows=1)
+    longer = torch.cat([rest, zoo.tokens(1, 2 * zoo.CHUNK, seed=5)], dim=1)
+    whole = read(model, longer, copy.deepcopy(cache))
     for index, layer in enumerate(cache.layers):
         for number, tensor in enumerate(layer.tensors):
             if not tensor.is_floating_point() or not tensor.any():
                 continue
             broken = copy.deepcopy(cache)
             broken.layers[index].tensors[number].mul_(0.5)
-            longer = torch.cat([rest, zoo.tokens(1, 2 * zoo.CHUNK, seed=5)], dim=1)
-            whole = read(model, longer, copy.deepcopy(cache))
             assert error(read(model, longer, broken), whole) > 1e-6, f"layer {index}, tensor {number}"
     close(read(model, rest, cache), want, BOUND)
 
