@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from natives import checkpoint
-from scripts import load, write_text
+from scripts import SENTENCE, load, write_text
 from transformers import AutoModelForCausalLM
 
 import memzoo

@@ -47,14 +47,14 @@ class PersistentTokens(nn.Module):
 class MemoryOutput(nn.Module):
     """Output of a memory alone: `W_O (RMSNorm_head(y) * gate(x W_gate))` (Titans section 4.4; form ours)."""
 
-    def __init__(self, config: PreTrainedConfig, memory: nn.Module) -> None:
+    def __init__(self, config: PreTrainedConfig, heads: int, value_dim: int) -> None:
         super().__init__()
-        width, value_dim = config.hidden_size, memory.value_dim
+        width = config.hidden_size
         self.norm = nn.RMSNorm(value_dim, eps=config.rms_norm_eps)
         self.gate = config.output_gate
         if self.gate is not None:
-            self.gate_proj = nn.Linear(width, memory.heads * value_dim, bias=False)
-        self.o_proj = nn.Linear(memory.heads * value_dim, width, bias=False)
+            self.gate_proj = nn.Linear(width, heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(heads * value_dim, width, bias=False)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         y = self.norm(y.unflatten(-1, (-1, self.norm.normalized_shape[0]))).flatten(-2)
@@ -102,7 +102,7 @@ class LMM(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.output = MemoryOutput(config, self.memory)
+        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim)
 
     def forward(self, x: Tensor, step: Step, state: MemoryState | None) -> tuple[Tensor, MemoryState]:
         if state is None:
@@ -149,7 +149,7 @@ class MAL(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.output = MemoryOutput(config, self.memory)
+        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim)
         self.memory_skip = config.memory_skip
         self.attention = windowed_attention(config, layer_idx)
         width = config.num_attention_heads * config.head_dim
