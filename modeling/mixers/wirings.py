@@ -47,11 +47,11 @@ class PersistentTokens(nn.Module):
 class MemoryOutput(nn.Module):
     """Output of a memory alone: `W_O (RMSNorm_head(y) * gate(x W_gate))` (Titans section 4.4; form ours)."""
 
-    def __init__(self, config: PreTrainedConfig, heads: int, value_dim: int) -> None:
+    def __init__(self, config: PreTrainedConfig, heads: int, value_dim: int, gate: str | None) -> None:
         super().__init__()
         width = config.hidden_size
         self.norm = nn.RMSNorm(value_dim, eps=config.rms_norm_eps)
-        self.gate = config.output_gate
+        self.gate = gate
         if self.gate is not None:
             self.gate_proj = nn.Linear(width, heads * value_dim, bias=False)
         self.o_proj = nn.Linear(heads * value_dim, width, bias=False)
@@ -102,7 +102,7 @@ class LMM(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim)
+        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim, config.output_gate)
 
     def forward(self, x: Tensor, step: Step, state: MemoryState | None) -> tuple[Tensor, MemoryState]:
         if state is None:
@@ -149,7 +149,7 @@ class MAL(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim)
+        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim, config.output_gate)
         self.memory_skip = config.memory_skip
         self.attention = windowed_attention(config, layer_idx)
         width = config.num_attention_heads * config.head_dim
