@@ -48,7 +48,7 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "deltanet": memzoo.DeltaNetConfig(**SHAPE, **MATRIX),
     "comba": memzoo.CombaConfig(**SHAPE, **MATRIX),
     "titans": memzoo.TitansConfig(**SHAPE, **DEEP, max_step_size=2.0),
-    "omeganet": memzoo.OmegaNetConfig(**SHAPE, **OMEGA, max_step_size=4.0),
+    "omeganet": memzoo.OmegaNetConfig(**SHAPE, **OMEGA, max_step_size=6.0),
     "atlas": memzoo.AtlasConfig(**SHAPE, **OMEGA, max_step_size=1.0),
     "retnet": memzoo.RetNetConfig(**SHAPE, **MATRIX),
 }
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated; default all")
     parser.add_argument("--tasks", default=",".join(TASKS), help="lengths, comma-separated; default all")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1500, help="training steps at most")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps at most")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(argv)
     for given, known in ((args.models, MODELS), (args.tasks, TASKS)):

@@ -88,22 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = quickstart.windows(train_ids, args.context, args.context, "training", 2 * args.batch)
         held_out = quickstart.windows(held_out_ids, args.context + 1, args.context, "held-out", 2)[:32]
         unigram = math.log(quickstart.unigram_perplexity(train_ids, held_out, len(tokenizer)))
-        found = [measure(name, rows, held_out, args) for name in given.models.split(",")]
-    for row in found:
-        row["holds"] = row["finite"] and row["held_out_loss"] < unigram
-    settings = {
-        **SHAPE,
-        "vocab_size": len(tokenizer),
-        "steps": args.steps,
-        "batch": args.batch,
-        "context": args.context,
-        "learning_rate": args.learning_rate,
-        "dtype": "float32",
-        "threads": 1,
-    }
-    content = {**about("stability.py", argv, settings), "unigram_loss": unigram, "rows": found}
-    if given.json:
-        write_json(given.json, content)
+        settings = {
+            **SHAPE,
+            "vocab_size": len(tokenizer),
+            "steps": args.steps,
+            "batch": args.batch,
+            "context": args.context,
+            "learning_rate": args.learning_rate,
+            "dtype": "float32",
+            "threads": 1,
+        }
+        found: list[dict[str, Any]] = []
+        content = {**about("stability.py", argv, settings), "unigram_loss": unigram, "rows": found}
+        for name in given.models.split(","):
+            row = measure(name, rows, held_out, args)
+            found.append({**row, "holds": row["finite"] and row["held_out_loss"] < unigram})
+            if given.json:
+                write_json(given.json, content)
     columns = [
         ("model", lambda row: row["model"]),
         ("parameters", lambda row: f"{row['parameters']:,}"),
