@@ -85,7 +85,8 @@ class ExponentialMemory(nn.Module):
         return exponential_memory.initial_state(batch, self.heads, self.key_dim, width, window=self.lags, like=like)
 
     def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
-        return self._normalized(exponential_memory.retrieve(q, *contents, self.scale))
+        keys, written = contents
+        return self._normalized(exponential_memory.retrieve(q, keys, written, self.scale))
 
     def _memorize(self, q: Tensor, k: Tensor, v: Tensor, *gates: Any, **options: Any) -> tuple[Tensor, Any]:
         """The rule, from `[B, L, H, ...]`: read-outs and the new memory."""
@@ -166,13 +167,15 @@ class DeepExponentialMemory(ExponentialMemory):
         return deep_exponential_memory.initial_state(weights, batch, window=self.lags)
 
     def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
-        return deep_exponential_memory.retrieve(q, *contents, self.scale)
+        keys, written, first, second = contents
+        return deep_exponential_memory.retrieve(q, keys, written, first, second, self.scale)
 
     def _memorize(self, q: Tensor, k: Tensor, v: Tensor, *gates: Any, **options: Any) -> tuple[Tensor, Any]:
-        return deep_exponential_memory.deep_exponential_memory(q, k, v, *gates, **options, **self.options)
+        return deep_exponential_memory.deep_exponential_memory(q, k, v, *gates, **{**options, **self.options})
 
 
 def exponential_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
     """The mixer of a block by the config's `layer_types`, `variant` and `memory`."""
     memory = {"linear": ExponentialMemory, "mlp": DeepExponentialMemory}[config.memory]
-    return mixer_of(lambda *block: WIRINGS[config.variant](*block, memory=memory), config, layer_idx)
+    wiring = WIRINGS[config.variant]
+    return mixer_of(lambda config, layer_idx: wiring(config, layer_idx, memory), config, layer_idx)

@@ -13,7 +13,7 @@ The memory is any module that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,9 @@ from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbeddin
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
 from memzoo.modeling.mixers.matrix_memory import GATE
 
-MakeMemory = Callable[[PreTrainedConfig], nn.Module]
+MakeMemory = Callable[[PreTrainedConfig], Any]
+"""Makes a memory: a module with what `DeepMemory` shows, `heads`, `key_dim`, `value_dim`, `begin`, `contents`,
+`retrieve` and `forward`."""
 
 
 class PersistentTokens(nn.Module):
