@@ -6,25 +6,25 @@ A sequence states P pairs `key value`, then asks for each key once, at random pl
 after an asked key must be its value. Keys and values are drawn anew for every sequence, so nothing but the memory of
 this sequence can answer. Source of the task: Arora et al. (arXiv 2312.04927), section 3; the generator is our own.
 
-Models of two blocks, equal width and equal state (a K x V matrix per head; Titans: an MLP), trained alike on fresh
-sequences. Reported: share of right answers on unseen sequences, per seed.
+Models of two blocks, equal width and equal memory (one K x V matrix; Titans and ATLAS: and its momentum), trained alike
+on fresh sequences: the same batches, learning rate and steps at most. What is not a default is in `MODELS`: chunks of 4
+tokens for memories whose gradients are taken at a chunk's start, and step sizes that can replace what a key holds.
+Reported: share of right answers on unseen sequences, per seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shlex
+import itertools
 import sys
 import time
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from record import about, write_json
 from torch import Tensor
 from tqdm import trange
 
@@ -32,13 +32,25 @@ import memzoo
 
 VOCAB = 64
 IGNORED = -100
+BATCH, LEARNING_RATE = 32, 3e-3
 TASKS = {"64": (64, 4), "128": (128, 8)}
-SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+}
+MATRIX = {"expand_k": 1.0, "expand_v": 1.0}
+DEEP = {"memory_depth": 1, "chunk_size": 4, "num_persistent_tokens": 0}
+OMEGA = {**DEEP, "window": 2, "feature_map": "identity"}
 MODELS: dict[str, transformers.PreTrainedConfig] = {
-    "deltanet": memzoo.DeltaNetConfig(**SHAPE, num_attention_heads=2),
-    "comba": memzoo.CombaConfig(**SHAPE, num_attention_heads=2, expand_k=1.0, expand_v=1.0),
-    "titans": memzoo.TitansConfig(**SHAPE, num_attention_heads=2, chunk_size=8, memory_expansion=2),
-    "retnet": memzoo.RetNetConfig(**SHAPE, num_attention_heads=2, expand_v=1.0),
+    "deltanet": memzoo.DeltaNetConfig(**SHAPE, **MATRIX),
+    "comba": memzoo.CombaConfig(**SHAPE, **MATRIX),
+    "titans": memzoo.TitansConfig(**SHAPE, **DEEP, max_step_size=2.0),
+    "omeganet": memzoo.OmegaNetConfig(**SHAPE, **OMEGA, max_step_size=6.0),
+    "atlas": memzoo.AtlasConfig(**SHAPE, **OMEGA, max_step_size=1.0),
+    "retnet": memzoo.RetNetConfig(**SHAPE, **MATRIX),
 }
 
 
@@ -72,17 +84,15 @@ def accuracy(model: torch.nn.Module, ids: Tensor, labels: Tensor) -> float:
     return float((found == labels[:, 1:])[asked].double().mean())
 
 
-def train(
-    config: transformers.PreTrainedConfig, tokens: int, pairs: int, steps: int, seed: int, batch: int = 32
-) -> float:
+def train(config: transformers.PreTrainedConfig, tokens: int, pairs: int, steps: int, seed: int) -> float:
     """Accuracy on 256 unseen sequences after training on `steps` fresh batches; stops early once it has them all."""
     transformers.set_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
     test = make_batch(256, tokens, pairs, seed=10**9 + seed)
     for step in trange(steps, desc=f"{config.model_type} {tokens}/{pairs} seed {seed}"):
-        ids, labels = make_batch(batch, tokens, pairs, seed=seed * 10**6 + step)
+        ids, labels = make_batch(BATCH, tokens, pairs, seed=seed * 10**6 + step)
         model(ids, labels=labels, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -93,38 +103,37 @@ def train(
     return accuracy(model.eval(), *test)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated; default all")
     parser.add_argument("--tasks", default=",".join(TASKS), help="lengths, comma-separated; default all")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1500, help="training steps at most")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=1000, help="training steps at most")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(argv)
     for given, known in ((args.models, MODELS), (args.tasks, TASKS)):
         if unknown := set(given.split(",")) - set(known):
             parser.error(f"unknown {sorted(unknown)}; expected some of {sorted(known)}")
     torch.set_num_threads(1)
-    begin, rows = time.perf_counter(), []
-    for task in args.tasks.split(","):
-        tokens, pairs = TASKS[task]
-        for name in args.models.split(","):
-            found = [train(MODELS[name], tokens, pairs, args.steps, seed) for seed in range(args.seeds)]
-            rows.append({"model": name, "tokens": tokens, "pairs": pairs, "accuracy": found})
-            print(f"{name:10} {tokens:4} tokens {pairs:2} pairs  " + "  ".join(f"{100 * x:5.1f} %" for x in found))
-    results: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/recall.py", *(argv if argv is not None else sys.argv[1:])]),
-        "machine": platform.machine(),
-        "versions": {x.__name__: x.__version__ for x in (torch, transformers, memzoo)},
-        "seconds": time.perf_counter() - begin,
-        "rows": rows,
+    settings = {
+        "steps": args.steps,
+        "batch": BATCH,
+        "learning_rate": LEARNING_RATE,
+        "models": {name: MODELS[name].to_diff_dict() for name in args.models.split(",")},
+        "dtype": "float32",
+        "threads": 1,
     }
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        beside = args.json.with_suffix(".partial")
-        beside.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(beside, args.json)
+    content: dict[str, Any] = {**about("recall.py", argv, settings), "rows": []}
+    for task, name in itertools.product(args.tasks.split(","), args.models.split(",")):
+        tokens, pairs = TASKS[task]
+        begin = time.process_time()
+        found = [train(MODELS[name], tokens, pairs, args.steps, seed) for seed in range(args.seeds)]
+        row = {"model": name, "tokens": tokens, "pairs": pairs, "accuracy": found}
+        content["rows"].append({**row, "cpu_seconds": time.process_time() - begin})
+        print(f"{name:10} {tokens:4} tokens {pairs:2} pairs  " + "  ".join(f"{100 * x:5.1f} %" for x in found))
+        if args.json is not None:
+            write_json(args.json, content)
 
 
 if __name__ == "__main__":

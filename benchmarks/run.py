@@ -2,12 +2,13 @@
 
     python benchmarks/run.py --json results.json
 
-Every model reads the same token ids, one case after another, each in a process of its own, so that its peak memory is
-its own. Speed is tokens per CPU second (`time.process_time`), which a busy machine disturbs less than the clock; on a
+Every model reads the same token ids, each in a process of its own, so that its peak memory is its own, and the cases
+take turns, so that a drift of the machine meets all of them. Speed is tokens per CPU second (`time.process_time`) in
+the fastest of `--repeat` rounds, each after a warm-up: what else a machine does only ever makes a round slower. On a
 GPU it is tokens per second between two CUDA events. Memory is the peak resident size (on a GPU: allocated), and its
 increase over the size after the imports, which the ratios compare; on Linux the processes branch off one that has done
-the imports, so pages of libraries that a case never touches do not count. Medians over `--repeat` rounds after a
-warm-up. Every registered architecture is measured; `VARIANTS` says in which configurations.
+the imports, so pages of libraries that a case never touches do not count. Every registered architecture is measured;
+`VARIANTS` says in which configurations.
 """
 
 from __future__ import annotations
@@ -18,22 +19,19 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import resource
-import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime, timezone
-from importlib import metadata
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.utils._pytree as pytree
+from record import Column, about, table, write_json
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import (
@@ -80,8 +78,8 @@ SETTINGS = {
     "threads": 1,
     **SHAPE,
     "titans": TITANS,
-    "decoding": f"{STEPS} single-token steps per round after one warm-up step",
-    "training": "median of the rounds after one warm-up; loss, backward and zero_grad",
+    "decoding": f"fastest round of {STEPS} single-token steps, the cases taking turns",
+    "training": "fastest round after its warm-up, the cases taking turns; loss, backward and zero_grad",
     "flops": "matrix products, attention and convolutions that torch dispatches; elementwise work is not counted",
 }
 NEAR, FAR = 256, 16384
@@ -284,11 +282,11 @@ def peak_bytes(device: str) -> int:
 
 
 def matrix_rate(device: str) -> float:
-    """Floating-point operations per second of a float32 product of two 1024 x 1024 matrices; median of 9."""
+    """Floating-point operations per second of a float32 product of two 1024 x 1024 matrices; best of 9."""
     a, b = torch.randn(2, 1024, 1024).to(device)
     for _ in range(2):
         a @ b
-    return 2 * 1024**3 / statistics.median(timed(lambda: a @ b, device) for _ in range(9))
+    return 2 * 1024**3 / min(timed(lambda: a @ b, device) for _ in range(9))
 
 
 def counted_flops(work: Callable[[], object]) -> int:
@@ -307,8 +305,8 @@ def counted_flops(work: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def train(name: str, tokens: int, repeat: int, device: str) -> dict[str, Any]:
-    """Forward and backward of one case."""
+def train(name: str, tokens: int, first: bool, device: str) -> dict[str, Any]:
+    """Forward and backward of one case, once, with what needs no second round if this is the `first`."""
     importlib.import_module(CASES[name].package)
     before = resident_bytes(device)
     torch.manual_seed(0)
@@ -325,18 +323,17 @@ def train(name: str, tokens: int, repeat: int, device: str) -> dict[str, Any]:
     loss = float(work())
     if not math.isfinite(loss):
         raise ValueError(f"{name}: expected a finite loss on {tokens} tokens, got {loss}.")
-    seconds = [timed(work, device) for _ in range(repeat)]
+    seconds = timed(work, device)
     peak = peak_bytes(device)
     return {
         "case": name,
         "tokens": tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
         "loss": loss,
-        "seconds": seconds,
-        "tokens_per_second": tokens / statistics.median(seconds),
+        "seconds": [seconds],
         "peak_bytes": peak,
         "increase_bytes": peak - before,
-        "flops": counted_flops(work),
+        **({"flops": counted_flops(work)} if first else {}),
     }
 
 
@@ -360,60 +357,115 @@ def cache_bytes(cache: Any) -> int:
     return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(cache) if isinstance(x, Tensor))
 
 
-@torch.no_grad()
-def decode(name: str, contexts: Sequence[int], repeat: int, device: str) -> list[dict[str, Any]]:
-    """Cached decoding of one case after each context; rounds take turns, so that a drift of the machine meets all."""
-    torch.manual_seed(0)
-    runner = CASES[name].build()
-    runner.model.to(device).eval()
-    error = cached_error(runner, device)
-    if not CASES[name].peer and not error < 1e-3:
-        raise ValueError(f"{name}: cached decoding differs from one pass by {error:.1e} of the logits' deviation.")
-    ids = token_ids(max(contexts) + repeat * STEPS + 1, device)
-    caches = {context: runner.read(ids, 0, context, None)[1] for context in contexts}
+class Decoding:
+    """Cached decoding of one case after each of several contexts."""
 
-    def advance(context: int, first: int, count: int) -> None:
-        for index in range(first, first + count):
-            _, caches[context] = runner.read(ids, index, index + 1, caches[context])
-
-    seconds: dict[int, list[float]] = {context: [] for context in contexts}
-    for context in contexts:
-        advance(context, context, 1)
-    for turn in range(repeat):
+    @torch.no_grad()
+    def __init__(self, name: str, contexts: Sequence[int], rounds: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.name, self.device = name, device
+        self.runner = CASES[name].build()
+        self.runner.model.to(device).eval()
+        self.error = cached_error(self.runner, device)
+        if not CASES[name].peer and not self.error < 1e-3:
+            raise ValueError(
+                f"{name}: cached decoding differs from one pass by {self.error:.1e} of the logits' spread."
+            )
+        self.ids = token_ids(max(contexts) + rounds * STEPS + 1, device)
+        self.caches = {context: self._prefilled(context) for context in contexts}
+        self.read = {context: context for context in contexts}
         for context in contexts:
-            first = context + 1 + turn * STEPS
-            seconds[context].append(timed(lambda: advance(context, first, STEPS), device))  # noqa: B023  # called here
-    return [
-        {
-            "case": name,
-            "context": context,
-            "seconds": seconds[context],
-            "ms_per_token": 1000 * statistics.median(seconds[context]) / STEPS,
-            "cache_bytes": cache_bytes(caches[context]),
-            "cached_error": error,
-        }
-        for context in contexts
-    ]
+            self._advance(context, 1)
+
+    def _prefilled(self, context: int) -> Any:
+        """The cache after `context` tokens; read in parts where that is possible, so that many cases fit in memory."""
+        size, cache = context if CASES[self.name].peer else 1024, None
+        for first in range(0, context, size):
+            _, cache = self.runner.read(self.ids, first, min(context, first + size), cache)
+        return cache
+
+    def _advance(self, context: int, count: int) -> None:
+        for index in range(self.read[context], self.read[context] + count):
+            _, self.caches[context] = self.runner.read(self.ids, index, index + 1, self.caches[context])
+        self.read[context] += count
+
+    @torch.no_grad()
+    def round(self, context: int) -> float:
+        """Seconds of `STEPS` tokens."""
+        return timed(lambda: self._advance(context, STEPS), self.device)
+
+    def row(self, context: int) -> dict[str, Any]:
+        """What there is to say besides the time."""
+        row = {"case": self.name, "context": context, "cache_bytes": cache_bytes(self.caches[context])}
+        return {**row, "cached_error": self.error, "seconds": []}
+
+
+_decoding: Decoding  # in a case's own process
+
+
+def _begin_decoding(*args: Any) -> None:
+    global _decoding
+    _decoding = Decoding(*args)
+
+
+def _decode(context: int) -> float:
+    return _decoding.round(context)
+
+
+def _decoded(context: int) -> dict[str, Any]:
+    return _decoding.row(context)
+
+
+def process() -> ProcessPoolExecutor:
+    """A process of one's own, on one thread."""
+    return ProcessPoolExecutor(1, mp_context=CONTEXT, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def apart(work: Callable[..., Any], *args: Any) -> Any:
-    """`work(*args)` in a process of its own, on one thread."""
+    """`work(*args)` in a process of its own."""
     print(f"{work.__name__} {' '.join(map(str, args))}", file=sys.stderr)
-    with ProcessPoolExecutor(1, mp_context=CONTEXT, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with process() as pool:
         return pool.submit(work, *args).result()
+
+
+def trained(names: list[str], tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Forward and backward of all cases, in rounds."""
+    rows = {name: apart(train, name, tokens, True, args.device) for name in names}
+    for _ in range(1, args.repeat):
+        for name, row in rows.items():
+            row["seconds"] += apart(train, name, tokens, False, args.device)["seconds"]
+    for row in rows.values():
+        row["tokens_per_second"] = tokens / min(row["seconds"])
+    return list(rows.values())
+
+
+def decoded(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Cached decoding of all cases, in rounds; each case's process lives through all of them."""
+    with ExitStack() as stack:
+        rows: list[tuple[ProcessPoolExecutor, dict[str, Any]]] = []
+        for name in names:
+            contexts = [context for context in args.contexts if context <= CASES[name].max_context]
+            if contexts:
+                print(f"decode {name} {contexts}", file=sys.stderr)
+                pool = stack.enter_context(process())
+                pool.submit(_begin_decoding, name, contexts, args.repeat, args.device).result()
+                rows += [(pool, pool.submit(_decoded, context).result()) for context in contexts]
+        for _ in range(args.repeat):
+            for pool, row in rows:
+                row["seconds"].append(pool.submit(_decode, row["context"]).result())
+    for _, row in rows:
+        row["ms_per_token"] = 1000 * min(row["seconds"]) / STEPS
+    return [row for _, row in rows]
 
 
 def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """All measurements, with the ratios to each peer in its row's place."""
     rate = apart(matrix_rate, args.device)
-    training = [apart(train, name, tokens, args.repeat, args.device) for tokens in args.tokens for name in names]
-    decoding: list[dict[str, Any]] = []
-    for name in names:
-        contexts = [context for context in args.contexts if context <= CASES[name].max_context]
-        decoding += apart(decode, name, contexts, args.repeat, args.device) if contexts else []
+    training = [row for tokens in args.tokens for row in trained(names, tokens, args)]
+    decoding = decoded(names, args)
     peers = [name for name in names if CASES[name].peer]
     for row in training:
-        row["matrix_rate_fraction"] = row["flops"] / statistics.median(row["seconds"]) / rate
+        row["matrix_rate_fraction"] = row["flops"] / min(row["seconds"]) / rate
         rivals = [x for x in training if x["case"] in peers and x["tokens"] == row["tokens"]]
         row["speed_ratio"] = {x["case"]: row["tokens_per_second"] / x["tokens_per_second"] for x in rivals}
         row["memory_ratio"] = {x["case"]: row["increase_bytes"] / max(1, x["increase_bytes"]) for x in rivals}
@@ -451,18 +503,6 @@ def promises(results: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-Column = tuple[str, Callable[[dict[str, Any]], str]]
-
-
-def table(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> str:
-    """Aligned text, the first column to the left."""
-    cells = [[head, *(show(row) for row in rows)] for head, show in columns]
-    widths = [max(map(len, column)) for column in cells]
-    first = [cell.ljust(widths[0]) for cell in cells[0]]
-    rest = [[cell.rjust(width) for cell in column] for column, width in zip(cells[1:], widths[1:], strict=True)]
-    return "\n".join("  ".join(line) for line in zip(first, *rest, strict=True))
-
-
 def report(results: dict[str, Any], device: str) -> str:
     """The results as text."""
     training, decoding = results["training"], results["decoding"]
@@ -497,22 +537,6 @@ def report(results: dict[str, Any], device: str) -> str:
     return "\n\n".join([*parts, "\n".join(lines) or "These sizes measure no promise."])
 
 
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to judge or repeat the run."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    packages = {"memzoo", "torch", "transformers", "titans-pytorch"}
-    versions = {x.name: x.version for x in metadata.distributions() if x.name in packages}
-    return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]]),
-        "machine": {"architecture": platform.machine(), "processor": named[0] if named else platform.processor()},
-        "versions": {"python": platform.python_version(), **dict(sorted(versions.items()))},
-        "settings": {**SETTINGS, "repeat": args.repeat, "device": args.device},
-    }
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the names of the cases to run."""
 
@@ -525,7 +549,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--peers", default="all", help=f"names of {', '.join(peers)}; all that are installed, or none")
     parser.add_argument("--tokens", type=numbers, default=[4096], help="lengths to train on, or none; default 4096")
     parser.add_argument("--contexts", type=numbers, default=[256, 1024, 4096, 16384], help="to decode after, or none")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds of which the median counts; default 3")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of which the fastest counts; default 3")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--check", action="store_true", help="fail unless promises are measured and all hold")
@@ -542,20 +566,14 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return args, names
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Written beside and renamed: the file is never half there."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args, names = parse(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     results = measure(names, args)
     results["promises"] = promises(results)
-    content = {**about(args), **results}
+    settings = {**SETTINGS, "repeat": args.repeat, "device": args.device}
+    content = {**about("run.py", sys.argv[1:] if argv is None else argv, settings), **results}
     if args.json:
         write_json(args.json, content)
     print(*(f"{key}: {json.dumps(content[key])}" for key in ("machine", "versions", "settings")), sep="\n", end="\n\n")

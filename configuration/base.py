@@ -1,5 +1,6 @@
 """The fields that every model of the zoo has."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -16,6 +17,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "1.3b": (18, 2048, 8),
     }.items()
 }
+
+SHIM = "modeling_memzoo"
+"""The module of a repository on the Hub that leads to this package; see `memzoo.conversion.hub`."""
 
 
 def require(ok: bool, config: Any, field: str, expected: str) -> None:
@@ -66,7 +70,9 @@ class MemoryConfig(PreTrainedConfig):
     num_hidden_layers: int = 12
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
+    head_dim: int | None = None
     attention_bias: bool = False
+    attention_out_bias: bool = False
     qk_norm: bool = False
     hidden_act: str = "silu"
     mlp_bias: bool = False
@@ -95,13 +101,24 @@ class MemoryConfig(PreTrainedConfig):
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
         self.validate_sizes()  # here for a plain ValueError: `@strict` wraps what its own validation raises
 
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.hidden_size // self.num_attention_heads
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; a config whose `auto_map` leads to this package takes the module that does so with it."""
+        references = [reference.split(".") for reference in (getattr(self, "auto_map", None) or {}).values()]
+        names = sorted({name for module, name in references if module == SHIM})
+        if names:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            (Path(save_directory) / f"{SHIM}.py").write_text(f"from memzoo import {', '.join(names)}\n")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing. Loading with `trust_remote_code` calls it, after which transformers would save a copy of one
+        module of this package, and an `auto_map` that names it, with every config of this class."""
 
     def validate_sizes(self) -> None:
         """Part of the `@strict` validation: sizes are positive and heads divide the width."""
@@ -138,10 +155,11 @@ class MemoryConfig(PreTrainedConfig):
         )
 
     def validate_heads(self) -> None:
-        """Part of the `@strict` validation: how the heads share the width."""
+        """Part of the `@strict` validation: heads have a width."""
         require(
-            self.hidden_size % self.num_attention_heads == 0,
+            self.head_dim is not None,
             self,
             "num_attention_heads",
-            f"a divisor of hidden_size={self.hidden_size}",
+            f"a divisor of hidden_size={self.hidden_size}, or a head_dim",
         )
+        require((self.head_dim or 0) >= 1, self, "head_dim", "at least 1")

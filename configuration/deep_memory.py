@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 
 from memzoo.configuration.base import MemoryConfig, refuse_fixed, require
 
+ATTENTION_TYPES = ("sliding_attention", "full_attention")
 VARIANTS = ("lmm", "mac", "mag", "mal")
 MEMORIES = ("mlp", "gated_mlp")
 MEMORY_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "tanh")
@@ -35,7 +36,12 @@ class DeepMemoryConfig(MemoryConfig):
         chunk_size: tokens whose gradients share an anchor. Part of the model: weights trained with one size are not
             meant for another.
         num_persistent_tokens: learned tokens in front of every sequence, per layer.
-        sliding_window: window of the attention in `mag` and `mal`, in tokens, the current one included.
+        memory_skip: whether `mag` and `mal` are the attention alone where the memory adds nothing: in `mag` the gate
+            is twice a sigmoid and the attention is not normalised, in `mal` the memory adds to what the attention
+            reads. Not in the papers: with it a pretrained transformer is a model of ours (`memzoo.conversion.upcycle`).
+        layer_types: for each block's attention in `mag` and `mal` `"sliding_attention"` or `"full_attention"`, which
+            keeps every key; `None` for the papers' sliding window everywhere.
+        sliding_window: window of the sliding attention, in tokens, the current one included.
         segment_size: segment of `mac`; a multiple of `chunk_size`.
         conv_width: width of the short causal convolution after the projections; 1 for none.
         rope_parameters: rotary embedding of the attention branches, as transformers takes it; `None` for base 10000.
@@ -52,6 +58,8 @@ class DeepMemoryConfig(MemoryConfig):
     max_gradient_norm: float | int | None = 10.0
     chunk_size: int = 64
     num_persistent_tokens: int = 4
+    memory_skip: bool = False
+    layer_types: list[str] | None = None
     sliding_window: int = 512
     segment_size: int = 256
     conv_width: int = 4
@@ -59,6 +67,7 @@ class DeepMemoryConfig(MemoryConfig):
     attention_dropout: float = 0.0
     max_position_embeddings: int = 1 << 20
 
+    output_gate = "silu"
     # The rule of Titans, without annotations: no fields here, but an architecture may open them.
     memory = "mlp"
     objective = "l2"
@@ -77,6 +86,11 @@ class DeepMemoryConfig(MemoryConfig):
         self.validate_deep_memory()
 
     @property
+    def attention_types(self) -> list[str]:
+        """The attention of each block, by name."""
+        return self.layer_types or ["sliding_attention"] * self.num_hidden_layers
+
+    @property
     def step_limit(self) -> float:
         """Upper end of the inner step size; not stored, so that it follows a `chunk_size` changed at loading."""
         if self.max_step_size is not None:
@@ -85,6 +99,7 @@ class DeepMemoryConfig(MemoryConfig):
 
     def validate_deep_memory(self) -> None:
         """Part of the `@strict` validation."""
+        head_dim = self.head_dim or 0
         require(self.variant in VARIANTS, self, "variant", f"one of {VARIANTS}")
         require(1 <= self.memory_depth <= 4, self, "memory_depth", "1 to 4")
         require(self.memory_activation in MEMORY_ACTIVATIONS, self, "memory_activation", f"one of {MEMORY_ACTIVATIONS}")
@@ -100,13 +115,26 @@ class DeepMemoryConfig(MemoryConfig):
         require(self.feature_map in FEATURE_MAPS, self, "feature_map", f"one of {FEATURE_MAPS}")
         require(self.feature_degree >= 1, self, "feature_degree", "at least 1")
         require(
-            self.feature_map != "monomials" or self.feature_dim is None or 1 <= self.feature_dim <= self.head_dim,
+            self.feature_map != "monomials" or self.feature_dim is None or 1 <= self.feature_dim <= head_dim,
             self,
             "feature_dim",
-            f"None, or 1 to the head width {self.head_dim}",
+            f"None, or 1 to the head width {head_dim}",
         )
         require(not self.use_muon or self.use_momentum, self, "use_momentum", "True, which Muon makes orthogonal")
-        if self.variant == "mac":
+        branched = self.variant in ("mag", "mal")
+        require(branched or not self.memory_skip, self, "memory_skip", "False but in 'mag' and 'mal'")
+        require(branched or self.layer_types is None, self, "layer_types", "None but in 'mag' and 'mal'")
+        require(
+            len(self.attention_types) == self.num_hidden_layers and set(self.attention_types) <= set(ATTENTION_TYPES),
+            self,
+            "layer_types",
+            f"None, or num_hidden_layers={self.num_hidden_layers} of {ATTENTION_TYPES}",
+        )
+        if self.variant == "mac":  # whose memory reads what its attention made
+            expected = self.hidden_size / self.num_attention_heads
+            require(
+                head_dim == expected, self, "head_dim", f"hidden_size / num_attention_heads = {expected:g} in 'mac'"
+            )
             require(
                 self.segment_size % self.chunk_size == 0,
                 self,
@@ -114,6 +142,6 @@ class DeepMemoryConfig(MemoryConfig):
                 f"a multiple of chunk_size={self.chunk_size}",
             )
         if self.variant != "lmm":
-            require(self.head_dim % 2 == 0, self, "num_attention_heads", "an even head width, for rotary embeddings")
-        units = self.head_dim if self.memory_depth == 1 else self.head_dim * self.memory_expansion
+            require(head_dim % 2 == 0, self, "head_dim", "an even head width, for rotary embeddings")
+        units = head_dim if self.memory_depth == 1 else head_dim * self.memory_expansion
         require(self.capacity_blocks <= units, self, "capacity_blocks", f"at most the memory's {units} units")

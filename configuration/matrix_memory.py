@@ -18,8 +18,6 @@ class MatrixMemoryConfig(MemoryConfig):
 
     Args:
         num_memory_heads: heads of the memories; `None` for `num_attention_heads`.
-        head_dim: width of one head of attention; `None` for `hidden_size / num_attention_heads`.
-        attention_out_bias: whether the attention's output projection has a bias.
         expand_k: width of all heads' keys over `hidden_size`.
         expand_v: width of all heads' values over `hidden_size`.
         conv_width: width of the short causal convolution on queries, keys and values; 1 for none (SiLU stays).
@@ -33,8 +31,6 @@ class MatrixMemoryConfig(MemoryConfig):
     """
 
     num_memory_heads: int | None = None
-    head_dim: int | None = None  # type: ignore[assignment]  # a property of the other models
-    attention_out_bias: bool = False
     expand_k: float = 1.0
     expand_v: float = 1.0
     conv_width: int = 4
@@ -47,8 +43,6 @@ class MatrixMemoryConfig(MemoryConfig):
     max_position_embeddings: int = 1 << 20
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
-            self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
         self.validate_matrix_memory()
 
@@ -78,12 +72,7 @@ class MatrixMemoryConfig(MemoryConfig):
         """Part of the `@strict` validation: memories divide their own widths, attention may have a width of its own."""
         kinds = set(self.mixer_types)
         if kinds != {"linear_attention"}:
-            require(
-                self.head_dim is not None,
-                self,
-                "num_attention_heads",
-                f"a divisor of hidden_size={self.hidden_size}, or a head_dim",
-            )
+            super().validate_heads()
             width = self.head_dim or 0
             require(width >= 2 and width % 2 == 0, self, "head_dim", "an even head width, for rotary embeddings")
         heads = self.memory_heads

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,9 +18,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from memzoo.conversion.tables import Recipe, some
+from memzoo.conversion.tables import Recipe, Source, some
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""What comes along unchanged: the tokenizer, how to generate, and under which terms."""
 
 
 class Checkpoint:
@@ -75,7 +91,32 @@ class Checkpoint:
         return self._slice(name)[start:stop]
 
 
-def write(recipes: Mapping[str, Recipe], source: Checkpoint, folder: Path, max_shard_size: int | str) -> None:
+def expect_new(destination: Path) -> None:
+    """Raise a ValueError where there is something already."""
+    if destination.exists():
+        raise ValueError(
+            f"{destination}: expected a new folder, got one that exists. Remove it or choose another name."
+        )
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A folder to fill, which is renamed to `destination` once that has gone well."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as beside:
+        fresh = Path(beside) / "checkpoint"
+        fresh.mkdir()
+        yield fresh
+        fresh.rename(destination)
+
+
+def copy_files(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+    """Copy the files of `source` that fit one of the patterns."""
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()}):
+        shutil.copy(path, folder / path.name)
+
+
+def write(recipes: Mapping[str, Recipe], source: Source, folder: Path, max_shard_size: int | str) -> None:
     """Make every tensor and write it; no more than a shard is held at a time."""
     plan = {}
     for name, recipe in recipes.items():

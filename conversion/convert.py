@@ -8,38 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from memzoo.conversion import fla, llama
-from memzoo.conversion.checkpoint import INDEX, Checkpoint, write
+from memzoo.conversion.checkpoint import COMPANIONS, INDEX, Checkpoint, copy_files, expect_new, new_folder, write
 from memzoo.conversion.formats import Format
 from memzoo.conversion.tables import Recipe, expect_names
 
 FORMATS = (*llama.FORMATS, *fla.FORMATS)
 TARGETS = tuple(dict.fromkeys(format.name for format in FORMATS))
 OURS = "memzoo"
-# What comes along unchanged: the tokenizer, how to generate, and under which terms.
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 def convert(
@@ -69,52 +53,47 @@ def convert(
             tensors that are missing, unknown or of another shape.
     """
     destination = Path(destination)
-    if destination.exists():
-        raise ValueError(
-            f"{destination}: expected a new folder, got one that exists. Remove it or choose another name."
-        )
-    folder = _folder(source, revision)
-    raw = json.loads((folder / "config.json").read_text())
-    absent = sorted(set(ignore) - set(raw))
-    if absent:
-        raise ValueError(f"{source}: expected the ignored options in config.json, got none called {absent}.")
-    format, config = _plan({name: value for name, value in raw.items() if name not in ignore}, to, str(source))
+    expect_new(destination)
+    folder, raw = read_source(source, revision, ignore)
+    format, config = plan(raw, to, str(source))
+    to_ours = to in (None, OURS)
     with Checkpoint(folder) as checkpoint:
-        inward = to in (None, OURS)
-        recipes = _inward(format, config, checkpoint) if inward else _outward(format, config, checkpoint)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as beside:
-            fresh = Path(beside) / "checkpoint"
-            fresh.mkdir()
+        recipes = inward(format, config, checkpoint) if to_ours else outward(format, config, checkpoint)
+        with new_folder(destination) as fresh:
             write(recipes, checkpoint, fresh, max_shard_size)
-            if inward:
+            if to_ours:
                 config.save_pretrained(fresh)
             else:
                 (fresh / "config.json").write_text(_json(format.to_theirs(config)))
-            for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
-                shutil.copy(path, fresh / path.name)
-            fresh.rename(destination)
+            copy_files(folder, fresh)
     return destination
 
 
-def _folder(source: str | Path, revision: str | None) -> Path:
+def read_source(
+    source: str | Path, revision: str | None = None, ignore: Sequence[str] = ()
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of a checkpoint, fetched from the Hub where it is none here, and its options but the ignored ones."""
     folder = Path(source)
     if not folder.is_dir():
         patterns = ["config.json", "model*.safetensors", INDEX, *COMPANIONS]
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=patterns))
     if not (folder / "config.json").exists():
         raise ValueError(f"{source}: expected a checkpoint with a config.json, got none.")
-    return folder
+    raw = json.loads((folder / "config.json").read_text())
+    absent = sorted(set(ignore) - set(raw))
+    if absent:
+        raise ValueError(f"{source}: expected the ignored options in config.json, got none called {absent}.")
+    return folder, {name: value for name, value in raw.items() if name not in ignore}
 
 
-def _plan(raw: dict[str, Any], to: str | None, source: str) -> tuple[Format, PreTrainedConfig]:
+def plan(raw: dict[str, Any], to: str | None, source: str) -> tuple[Format, PreTrainedConfig]:
     """The format concerned and our config."""
     if to not in (None, OURS, *TARGETS):
         raise ValueError(f"to={to!r}: expected one of {(OURS, *TARGETS)}.")
     model_type = raw.get("model_type")
-    inward = to in (None, OURS)
+    to_ours = to in (None, OURS)
     if str(model_type).startswith(f"{OURS}_"):
-        if inward:
+        if to_ours:
             raise ValueError(f"{source}: a checkpoint of memzoo already; expected a target, one of {TARGETS} (--to).")
         config = AutoConfig.for_model(**raw)
         for format in FORMATS:
@@ -123,16 +102,18 @@ def _plan(raw: dict[str, Any], to: str | None, source: str) -> tuple[Format, Pre
                 return format, config
         can = sorted({format.name for format in FORMATS if type(config) is format.options.config_class})
         raise ValueError(f"{source}: to={to!r}: {type(config).__name__} converts to {can or 'nothing else'}.")
-    if not inward:
+    if not to_ours:
         raise ValueError(f"{source}: to={to!r} expects a checkpoint of memzoo, got {model_type!r}. Convert it first.")
     for format in FORMATS:
         if format.model_type == model_type:
             return format, format.to_ours(raw)
     known = sorted(format.model_type for format in FORMATS)
-    raise ValueError(f"{source}: model_type={model_type!r}: expected one of {known}.")
+    raise ValueError(
+        f"{source}: model_type={model_type!r}: expected one of {known}. Other architectures have no counterpart here."
+    )
 
 
-def _inward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dict[str, Recipe]:
+def inward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dict[str, Recipe]:
     """Recipes of our tensors."""
     wanted = {name for row in format.table.rows(config) for name in row.parts}
     found = {name for name in source.files if not format.table.is_dropped(name)}
@@ -141,16 +122,16 @@ def _inward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dic
             found.remove(name)
     expect_names(found, wanted, f"{source.folder} ({format.model_type})")
     recipes = format.table.to_ours(config, source)
-    model = _meta(config)
+    model = meta_model(config)
     config.architectures = [type(model).__name__]
-    _expect_shapes({name: recipe.shape(source) for name, recipe in recipes.items()}, model, str(source.folder))
+    expect_shapes({name: recipe.shape(source) for name, recipe in recipes.items()}, model, str(source.folder))
     return recipes
 
 
-def _outward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dict[str, Recipe]:
+def outward(format: Format, config: PreTrainedConfig, source: Checkpoint) -> dict[str, Recipe]:
     """Recipes of their tensors."""
     expect_names(source.files, {row.ours for row in format.table.rows(config)}, f"{source.folder} ({OURS})")
-    _expect_shapes({name: tuple(source.shape(name)) for name in source.files}, _meta(config), str(source.folder))
+    expect_shapes({name: tuple(source.shape(name)) for name in source.files}, meta_model(config), str(source.folder))
     return format.table.to_theirs(config, source)
 
 
@@ -161,12 +142,13 @@ def _equal(source: Checkpoint, name: str, other: str) -> bool:
     )
 
 
-def _meta(config: PreTrainedConfig) -> torch.nn.Module:
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A language model of a config without its numbers."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
-def _expect_shapes(shapes: dict[str, tuple[int, ...]], model: torch.nn.Module, subject: str) -> None:
+def expect_shapes(shapes: dict[str, tuple[int, ...]], model: torch.nn.Module, subject: str) -> None:
     """Hold the table to the model itself: it must name every parameter of ours, in its shape."""
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     expect_names(shapes, wanted, f"{subject} as {type(model).__name__}")

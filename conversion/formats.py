@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.activations import ACT2FN
 
-from memzoo.conversion.options import Options, Values
+from memzoo.conversion.options import Option, Options, Unfit, Values, same
 from memzoo.conversion.tables import Row, Table
 
 
@@ -48,6 +49,14 @@ class Format:
 def untied(config: PreTrainedConfig) -> bool:
     return not config.tie_word_embeddings
 
+
+def _known_activation(name: str) -> str:
+    if name not in ACT2FN:
+        raise Unfit("hidden_act", name, f"one of {sorted(ACT2FN)}", "Others have no counterpart here.")
+    return name
+
+
+ACTIVATION: Option = same("hidden_act", cast=_known_activation)
 
 # The feed-forward has the same names everywhere.
 MLP = tuple(

@@ -1,11 +1,12 @@
-"""transformers' Llama, Qwen2 and Qwen3 as Transformer++."""
+"""transformers' Llama, Mistral, Qwen2 and Qwen3 as Transformer++."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from memzoo.configuration.matrix_memory import TransformerPlusPlusConfig
-from memzoo.conversion.formats import MLP, Format, attention, untied
+from memzoo.conversion.formats import ACTIVATION, MLP, Format, attention, untied
 from memzoo.conversion.options import Option, Options, Unfit, Values, free, ours_only, same
 from memzoo.conversion.tables import LAYER, Row, Table
 
@@ -30,6 +31,9 @@ TABLE = Table(
 
 def _read_rope(values: Values) -> Values:
     rope = values["rope_parameters"]
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    if rope.get("rope_type") not in known:
+        raise Unfit("rope_parameters", rope, f"one rope_type of {known}", "Others have no counterpart here.")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise Unfit("rope_parameters", rope, "partial_rotary_factor 1", "Our attention rotates whole heads.")
     return {"rope_parameters": {name: value for name, value in rope.items() if name != "partial_rotary_factor"}}
@@ -43,6 +47,21 @@ def _write_full(config: PreTrainedConfig) -> Values:
     if set(config.mixer_types) != {"full_attention"}:
         raise Unfit("layer_types", config.layer_types, "full attention in every layer", "Qwen3 has sliding layers.")
     return {}
+
+
+def _read_window(values: Values) -> Values:
+    """Mistral: one window for every layer, or none."""
+    window = values["sliding_window"]
+    if window is None:
+        return {"layer_types": None}
+    return {"layer_types": ["sliding_attention"] * values["num_hidden_layers"], "sliding_window": window}
+
+
+def _write_window(config: PreTrainedConfig) -> Values:
+    kinds = set(config.mixer_types)
+    if len(kinds) > 1:
+        raise Unfit("layer_types", config.layer_types, "one kind of attention in every layer", "Qwen3 mixes them.")
+    return {"sliding_window": config.sliding_window if kinds == {"sliding_attention"} else None}
 
 
 def _read_layers(values: Values) -> Values:
@@ -83,7 +102,7 @@ SHARED = (
     same("num_hidden_layers"),
     same("num_attention_heads"),
     same("num_key_value_heads"),
-    same("hidden_act"),
+    ACTIVATION,
     same("max_position_embeddings"),
     same("initializer_range", cast=float),
     same("rms_norm_eps", cast=float),
@@ -114,6 +133,9 @@ BIASES = Option(
     lambda values: dict.fromkeys(("attention_bias", "attention_out_bias"), values["attention_bias"]),
     _write_biases,
 )
+WINDOW = Option(
+    {"sliding_window": ..., "num_hidden_layers": ...}, ("layer_types", "sliding_window"), _read_window, _write_window
+)
 LAYERS = Option(
     {"layer_types": ..., "sliding_window": ..., "use_sliding_window": ..., "max_window_layers": ...},
     ("layer_types", "sliding_window"),
@@ -136,6 +158,15 @@ FORMATS = (
         ours_only("qk_norm", False, "Qwen3 has norms of queries and keys."),
         Option({}, ("layer_types",), lambda values: {"layer_types": None}, _write_full),
         free("sliding_window", pretraining_tp=1),
+    ),
+    _native(
+        "mistral",
+        "MistralForCausalLM",
+        WINDOW,
+        ours_only("attention_bias", False, "Llama and Qwen2 have these biases."),
+        ours_only("attention_out_bias", False),
+        ours_only("mlp_bias", False),
+        ours_only("qk_norm", False, "Qwen3 has norms of queries and keys."),
     ),
     _native(
         "qwen2",

@@ -17,6 +17,8 @@ BOOKKEEPING = {
     "transformers_version",
     "auto_map",
     "_name_or_path",
+    "_model_name_or_path",  # this and the next one where the model was read from a GGUF
+    "unk_token_id",
     "torch_dtype",
     "output_attentions",
 }

@@ -3,6 +3,7 @@
     python examples/finetune.py --text book.txt --preset 170m --tokenizer DIR --max_steps 1000
     python examples/finetune.py --text a.txt b.txt --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4
     python examples/finetune.py --text notes.txt --model runs/finetune --output_dir runs/notes
+    python examples/finetune.py --text notes.txt --model UPCYCLED --freeze source    # the memory alone
 
 Every option of `transformers.TrainingArguments` is an option here too (`--learning_rate`, `--bf16`, `--max_steps`,
 `--gradient_checkpointing`, `--resume_from_checkpoint`, ...). Without `--tokenizer` a fresh model gets a byte-pair
@@ -30,6 +31,7 @@ from transformers import (
 )
 
 from memzoo import TitansConfig
+from memzoo.conversion.upcycle import FREEZE, freeze
 
 
 @dataclass
@@ -42,6 +44,9 @@ class Arguments:
     )
     context: int = field(default=512, metadata={"help": "Tokens in a training window."})
     model: str | None = field(default=None, metadata={"help": "Checkpoint folder or Hub name to go on from."})
+    freeze: str = field(
+        default="none", metadata={"help": f"What of an upcycled model stays as it is: {', '.join(FREEZE)}."}
+    )
     preset: str | None = field(
         default=None, metadata={"help": "Size of a fresh model: 170m (default), 340m, 760m, 1.3b."}
     )
@@ -86,10 +91,15 @@ def load_model(
     fields = {name: value for name, value in asdict(fresh).items() if value is not None}
     if args.model and (fields or args.preset):
         raise ValueError(f"--model {args.model} has its own shape: leave out {sorted(fields) or '--preset'}.")
+    if args.freeze != "none" and not args.model:
+        raise ValueError(f"--freeze {args.freeze}: a fresh model has no source; name an upcycled one with --model.")
     source = args.tokenizer or args.model
     tokenizer = AutoTokenizer.from_pretrained(source) if source else train_tokenizer(documents, args.vocab_size)
     if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model), tokenizer
+        model = AutoModelForCausalLM.from_pretrained(args.model)
+        if args.freeze != "none":
+            freeze(model, args.freeze)
+        return model, tokenizer
     config = TitansConfig.preset(
         args.preset or "170m",
         vocab_size=len(tokenizer),
@@ -135,7 +145,8 @@ def main(args: Arguments, fresh: FreshModel, training_args: TrainingArguments) -
     documents = load_text(args)
     model, tokenizer = load_model(args, fresh, documents["train"])
     data = hold_out(to_windows(documents, tokenizer, args.context), args.context)
-    print(f"{type(model).__name__} with {model.num_parameters():,} parameters")
+    trained = model.num_parameters(only_trainable=True)
+    print(f"{type(model).__name__} with {model.num_parameters():,} parameters, {trained:,} of them trained")
     trainer = Trainer(
         model=model,
         args=training_args,

@@ -46,9 +46,8 @@ def blocked(
         `[B, T, ...]`. It has first derivatives only where there is more than one block.
     """
     first, halo = inputs[0], 0 if before is None else before.shape[1]
-    tokens = first.shape[1]
-    size = max(MIN_TOKENS, halo, BLOCK_ELEMENTS * tokens // max(1, *(x.numel() for x in inputs)))
-    if tokens <= size or first.device.type != "cpu" or torch.compiler.is_compiling() or _in_piece.get():
+    size = _block_size(inputs, halo)
+    if first.shape[1] <= size:
         return f(torch.cat([before, first], dim=1) if before is not None and halo else first, *inputs[1:], *params)
     if before is None:
         before = first[:, :0]
@@ -56,6 +55,15 @@ def blocked(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (before, *tensors)):
         return _Blocked.apply(f, size, len(inputs), before, *tensors)
     return _forward(f, size, before, inputs, params)
+
+
+def _block_size(inputs: Sequence[Tensor], halo: int) -> int:
+    """Tokens of a block; all of them where nothing is to be cut."""
+    first = inputs[0]
+    tokens = first.shape[1]
+    if tokens <= MIN_TOKENS or first.device.type != "cpu" or torch.compiler.is_compiling() or _in_piece.get():
+        return tokens
+    return max(MIN_TOKENS, halo, BLOCK_ELEMENTS * tokens // max(1, *(x.numel() for x in inputs)))
 
 
 def _window(inputs: Sequence[Tensor], before: Tensor, start: int, size: int) -> list[Tensor]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What a backend is asked to compute.
 
     Args:
@@ -33,8 +34,8 @@ class Problem:
 
     device: str
     dtype: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = MappingProxyType({})
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def _supports_anything(problem: Problem) -> str | None:
@@ -117,6 +118,11 @@ def expect(op: Op, ok: bool, what: str, expected: object, got: object) -> None:
     if not ok:
         expected, got = (tuple(x) if isinstance(x, torch.Size) else x for x in (expected, got))
         raise ValueError(f"{op.name}: {what}: expected {expected}, got {got}.")
+
+
+def as_given(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which operations on the device keep their inputs' dtypes, whatever autocast says around it."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

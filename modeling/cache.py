@@ -209,7 +209,14 @@ class MemoryCache(Cache):
 
 def identity(config: PreTrainedConfig) -> dict[str, Any]:
     """What a cache must share with a model: everything in its config that shapes or moves the state."""
-    unrelated = {"kernel_backend", "use_cache", "tie_word_embeddings", "initializer_range", "attention_dropout"}
+    unrelated = {
+        "kernel_backend",
+        "use_cache",
+        "tie_word_embeddings",
+        "initializer_range",
+        "attention_dropout",
+        "auto_map",
+    }
     default = set(PreTrainedConfig().to_dict()) | {"pad_token_id", "bos_token_id", "eos_token_id"}
     fields = {key: value for key, value in config.to_dict().items() if key not in default | unrelated}
     return {"model_type": config.model_type, **dict(sorted(fields.items()))}

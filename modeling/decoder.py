@@ -287,16 +287,22 @@ class MemoryModel(MemoryPreTrainedModel):
         return input_ids.shape[0], input_ids.shape[1]
 
     def _embed(self, ids: Tensor) -> Tensor:
-        # On a GPU the check of a single token would stall every decoding step; the prompt is checked everywhere.
-        if (ids.device.type == "cpu" or ids.shape[1] > 1) and not torch.compiler.is_compiling():
-            low, high = (int(x) for x in torch.aminmax(ids))
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, got {low if low < 0 else high}. "
-                    f"Does the "
-                    "tokenizer belong to this model? After adding tokens, call model.resize_token_embeddings."
-                )
-        return self.embed_tokens(ids)
+        # A single token's check would stall every decoding step of a GPU, and cost one of a CPU where torch checks.
+        if ids.shape[1] > 1 and not torch.compiler.is_compiling():
+            self._check_ids(ids)
+        try:
+            return self.embed_tokens(ids)
+        except IndexError:
+            self._check_ids(ids)
+            raise
+
+    def _check_ids(self, ids: Tensor) -> None:
+        low, high = (int(x) for x in torch.aminmax(ids))
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, got {low if low < 0 else high}. Does "
+                "the tokenizer belong to this model? After adding tokens, call model.resize_token_embeddings."
+            )
 
     def _cache(self, cache: Any, use_cache: bool | None, batch: int) -> MemoryCache | None:
         """The cache to continue, a new one, or none."""

@@ -1,4 +1,4 @@
-"""DeepTransformer (arXiv 2505.23735), its linear memory, each layer of which may also be attention."""
+"""DeepTransformer (arXiv 2505.23735), its linear memory, alone or beside attention; any layer may also be attention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from memzoo.modeling.decoder import (
     MemoryPreTrainedModel,
     Mixer,
 )
-from memzoo.modeling.mixers.exponential_memory import ExponentialMemory
-from memzoo.modeling.mixers.matrix_memory import mixer_of
+from memzoo.modeling.mixers.exponential_memory import exponential_mixer
 
 
 class DeepTransformerPreTrainedModel(MemoryPreTrainedModel):
@@ -21,7 +20,7 @@ class DeepTransformerPreTrainedModel(MemoryPreTrainedModel):
 
     @staticmethod
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
-        return mixer_of(ExponentialMemory, config, layer_idx)
+        return exponential_mixer(config, layer_idx)
 
 
 class DeepTransformerModel(DeepTransformerPreTrainedModel, MemoryModel):

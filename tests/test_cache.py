@@ -193,6 +193,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.PLAIN)
 def test_another_process_continues_a_saved_memory(name: str, tmp_path: Path) -> None:
     model, rest, cache, want = filled(name)

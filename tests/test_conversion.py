@@ -17,10 +17,11 @@ import record_fla
 import torch
 import torch.nn.functional as F
 import zoo
+from natives import LLAMA3, NATIVE, checkpoint, load
 from safetensors.torch import load_file, save_file
 from tolerances import MODEL, OP, WITNESS, close
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import memzoo
 from memzoo.conversion import convert as command
@@ -32,47 +33,13 @@ FLA = [name for name in RECORD["models"] if not name.endswith("-default")]
 INSTALLED = importlib.util.find_spec("fla") is not None
 TOKENS = 13
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": zoo.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
-NATIVE = {
-    "llama": LlamaConfig(**_SMALL),
-    "llama-biased": LlamaConfig(**_SMALL, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5),
-    "llama3": LlamaConfig(**_SMALL, head_dim=12, rope_parameters=_LLAMA3, max_position_embeddings=256),
-    "llama-tied": LlamaConfig(**{**_SMALL, "num_key_value_heads": 4}, tie_word_embeddings=True),
-    "llama-yarn": LlamaConfig(**_SMALL, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-    "qwen2": Qwen2Config(**_SMALL, tie_word_embeddings=True),
-    "qwen2-sliding": Qwen2Config(**_SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
-    "qwen3": Qwen3Config(**_SMALL, head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    "qwen3-biased": Qwen3Config(**_SMALL, head_dim=16, attention_bias=True, tie_word_embeddings=True),
-}
-
 
 @pytest.fixture(scope="module")
 def natives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A lively checkpoint of every model of transformers; the first one in shards."""
-    folders = {}
-    for name, config in NATIVE.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        model = zoo.enliven(AutoModelForCausalLM.from_config(config))
-        model.save_pretrained(folders[name], max_shard_size="20KB" if name == "llama" else "5GB")
-    return folders
+    return {
+        name: checkpoint(name, tmp_path_factory.mktemp(name), "20KB" if name == "llama" else "5GB") for name in NATIVE
+    }
 
 
 def fla_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
@@ -82,10 +49,6 @@ def fla_checkpoint(name: str, folder: Path) -> dict[str, Tensor]:
     extra = {"architectures": [f"{name.split('-')[0]}ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps({**RECORD["models"][name]["config"], "dtype": "float64", **extra}))
     return tensors
-
-
-def load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -123,9 +86,10 @@ def test_a_native_model_keeps_its_bits(name: str, natives: dict[str, Path], tmp_
         assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-def test_a_long_text_in_a_sliding_window(natives: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2-sliding", "mistral-sliding"])
+def test_a_long_text_in_a_sliding_window(name: str, natives: dict[str, Path], tmp_path: Path) -> None:
     """Past its window ours sums in blocks, so that bits may differ; numbers do not."""
-    theirs, ours = load(natives["qwen2-sliding"]), load(convert(natives["qwen2-sliding"], tmp_path / "ours"))
+    theirs, ours = load(natives[name]), load(convert(natives[name], tmp_path / "ours"))
     ids = zoo.tokens(2, 50)
     with torch.no_grad():
         close(ours(ids).logits, theirs(ids).logits, MODEL[torch.float32])
@@ -394,8 +358,11 @@ def edited(folder: Path, copy: Path, tensors: dict[str, Tensor] | None = None, d
     ("name", "options", "message"),
     [
         ("llama", {"quantization_config": {"bits": 4}}, r"llama config: unknown options {'quantization_config'"),
-        ("llama", {"model_type": "mistral"}, r"model_type='mistral': expected one of \['comba'"),
+        ("llama", {"model_type": "mixtral"}, r"model_type='mixtral': expected one of \['comba'"),
         ("llama", {"partial_rotary_factor": 0.5}, "rope_parameters=.*: expected partial_rotary_factor 1"),
+        ("llama", {"hidden_act": "sin"}, r"llama config: hidden_act='sin': expected one of \['gelu'"),
+        ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'.*: expected one rope_type of"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, r"mistral config: unknown options {'layer_types'"),
         ("llama", {"pad_token_id": -1}, "pad_token_id=-1: expected None, or an id below"),
         ("llama", {"hidden_size": 16}, "Do the weights belong to this config.json|expected the shape"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None: expected a window"),
@@ -445,6 +412,15 @@ def test_what_ours_cannot_say_is_refused(
         ((memzoo.RetNetConfig, {"rope_theta": 5.0}), "fla", "expected rope_theta 10000.0"),
         ((memzoo.TransformerPlusPlusConfig, {"qk_norm": True}), "llama", "qk_norm=True: expected False. Qwen3 has"),
         ((memzoo.TransformerPlusPlusConfig, {"attention_bias": True}), "llama", "attention_out_bias=False: expected"),
+        ((memzoo.TransformerPlusPlusConfig, {"mlp_bias": True}), "mistral", "mlp_bias=True: expected False"),
+        (
+            (
+                memzoo.TransformerPlusPlusConfig,
+                {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+            ),
+            "mistral",
+            "expected one kind of attention in every layer. Qwen3",
+        ),
         (memzoo.TransformerPlusPlusConfig, "qwen2", "attention_bias=False: expected True"),
         (memzoo.TransformerPlusPlusConfig, "qwen3", "qk_norm=False: expected True"),
         (
@@ -453,7 +429,7 @@ def test_what_ours_cannot_say_is_refused(
             "expected full attention",
         ),
         ((memzoo.TransformerPlusPlusConfig, {"head_dim": 6}), "fla", "head_dim=6: expected hidden_size"),
-        ((memzoo.TransformerPlusPlusConfig, {"rope_parameters": _LLAMA3}), "fla", "expected rope_type 'default'"),
+        ((memzoo.TransformerPlusPlusConfig, {"rope_parameters": LLAMA3}), "fla", "expected rope_type 'default'"),
     ],
     ids=str,
 )
@@ -462,7 +438,7 @@ def test_what_theirs_cannot_say_is_refused(config: Any, to: str | None, message:
     shape = {"vocab_size": 7, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     if kind is memzoo.CombaConfig:
         shape |= {"expand_k": 1.0, "expand_v": 1.0}
-    AutoModelForCausalLM.from_config(kind(**shape, **options)).save_pretrained(tmp_path / "ours")
+    AutoModelForCausalLM.from_config(kind(**{**shape, **options})).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "ours", tmp_path / "theirs", to)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -13,22 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import load
+from natives import checkpoint
+from scripts import SENTENCE, load, write_text
 from transformers import AutoModelForCausalLM
 
 import memzoo
+from memzoo.conversion.upcycle import TARGETS, upcycle
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SENTENCE = "the king said to his men that we shall go down by the river and see what this day will bring"
 TOY = ("--steps", "40", "--context", "64", "--hidden-size", "32", "--chunk", "8", "--vocab-size", "320")
-
-
-def write_text(path: Path, lines: int, seed: int) -> str:
-    """Lines cut from one sentence, in random order."""
-    words = SENTENCE.split()
-    starts = random.Random(seed).choices(range(0, len(words) - 6, 2), k=lines)
-    path.write_text("".join(" ".join(words[start : start + 7]) + "\n" for start in starts), encoding="utf-8")
-    return str(path)
 
 
 @pytest.fixture
@@ -121,3 +113,16 @@ def test_finetune_refuses_a_shape_for_a_checkpoint() -> None:
     arguments = finetune.Arguments(text=["unread.txt"], model="somewhere")
     with pytest.raises(ValueError, match=r"--model somewhere has its own shape: leave out \['hidden_size'\]"):
         finetune.load_model(arguments, finetune.FreshModel(hidden_size=32), None)
+
+
+def test_finetune_freezes_what_an_upcycled_model_had(tmp_path: Path) -> None:
+    finetune = load("examples/finetune.py")
+    folder = upcycle(checkpoint("llama", tmp_path / "llama"), tmp_path / "upcycled", "titans_mal")
+    finetune.train_tokenizer([{"text": SENTENCE}], 280).save_pretrained(folder)
+    arguments = finetune.Arguments(text=["unread.txt"], model=str(folder), freeze="source")
+    model, _ = finetune.load_model(arguments, finetune.FreshModel(), None)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if TARGETS["titans_mal"].is_added(name)}
+    arguments = finetune.Arguments(text=["unread.txt"], freeze="source")
+    with pytest.raises(ValueError, match="--freeze source: a fresh model has no source; name an upcycled one"):
+        finetune.load_model(arguments, finetune.FreshModel(), None)

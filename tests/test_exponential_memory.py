@@ -11,8 +11,10 @@ import torch
 from tolerances import GRADCHECK, OP, close
 from torch import Tensor
 
+from memzoo.configuration.exponential_memory import DeepTransformerConfig
 from memzoo.kernels.exponential_memory import OP as EXPONENTIAL
 from memzoo.kernels.exponential_memory import chunked, exponential_memory, kernel, make_inputs
+from memzoo.modeling.mixers.exponential_memory import exponential_mixer
 
 FAST = [name for name in EXPONENTIAL.names() if name != "reference"]
 CASES = list(itertools.product(["dot", "l2"], [1, 2, 4]))
@@ -128,6 +130,26 @@ def test_dot_is_unnormalised_attention_with_the_delta_rule(backend: str) -> None
         written.append(step[t] * (v[t] - said))
         want = sum(w * kernel(k[i : i + 1], q[t : t + 1], scale)[0, 0] for i, w in enumerate(written))
         close(y[0, t, 0], want, OP[torch.float64])
+
+
+@pytest.mark.parametrize("options", [{}, {"normalizer": False}, {"normalizer": False, "memory": "mlp"}])
+def test_asking_a_memory_says_what_its_last_token_read(options: dict[str, Any]) -> None:
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "conv_width": 1}
+    config = DeepTransformerConfig(**shape, **options)
+    mixer = exponential_mixer(config, 0).double()
+    torch.manual_seed(0)
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter)
+    memory = mixer.memory
+    torch.nn.init.ones_(memory.conv.weight)
+    query = torch.nn.Linear(8, 8, bias=False, dtype=torch.float64)
+    query.weight = torch.nn.Parameter(memory.qkv_proj.weight[:8])
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    y, state = memory(x, memory.begin(2, x)[1], None)
+    close(memory.retrieve(x, memory.contents(state), state.memory.position, query)[:, -1], y[:, -1], OP[torch.float64])
+    nothing = memory.retrieve(x, memory.contents(memory.begin(2, x)[1]), state.memory.position, query)
+    assert nothing.isfinite().all()
+    assert bool(nothing.any()) == (config.memory == "mlp")
 
 
 @pytest.mark.parametrize("backend", EXPONENTIAL.names())

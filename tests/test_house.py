@@ -69,6 +69,7 @@ def test_every_folder_is_packaged() -> None:
     assert folders <= listed, f"missing in pyproject.toml: {folders - listed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["root", "elsewhere"])
 def test_import_registers_without_a_gpu_or_triton(where: str, tmp_path: Path) -> None:
     """From the root, where a folder called `kernels` lies on the path, and from elsewhere; triton is never imported."""
@@ -100,6 +101,7 @@ def test_the_readme_names_every_architecture() -> None:
             assert (ROOT / link).exists(), f"{document} links to {link}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(len(re.findall(r"```python\n", (ROOT / "README.md").read_text()))))
 def test_the_readmes_code_runs(block: int, tmp_path: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[block]

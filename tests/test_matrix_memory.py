@@ -148,6 +148,7 @@ def test_retention_at_its_limits(op: str, options: dict[str, Any]) -> None:
         close(got, want, BOUND)
 
 
+@pytest.mark.slow
 @cases
 @backends
 def test_gradcheck(op: str, options: dict[str, Any], backend: str) -> None:

@@ -51,7 +51,7 @@ def build(**options: Any) -> PreTrainedModel:
     return zoo.build("titans-" + options.pop("variant", "lmm") + "-e1", torch.float64, **options).eval()
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
+@pytest.mark.parametrize("variant", ["lmm", *zoo.slow("mac", "mag", "mal")])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_in_every_variant(variant: str, options: dict[str, Any]) -> None:
     """Cached decoding, the reference backend and one pass agree; nothing is NaN; the option changes the model."""
@@ -121,7 +121,7 @@ def test_persistent_tokens_are_written_before_the_first_block_opens_more() -> No
     ("options", "message"),
     [
         ({"variant": "mam"}, r"variant='mam': expected one of \('lmm', 'mac', 'mag', 'mal'\)"),
-        ({"num_attention_heads": 5}, "num_attention_heads=5: expected a divisor of hidden_size=24"),
+        ({"num_attention_heads": 5, "head_dim": None}, "num_attention_heads=5: expected a divisor of hidden_size=24"),
         ({"capacity_blocks": 49}, "capacity_blocks=49: expected at most the memory's 48 units"),
         ({"capacity_blocks": 13, "memory_depth": 1}, "at most the memory's 12 units"),
         ({"capacity_blocks": 0}, "capacity_blocks=0: expected at least 1"),
@@ -134,7 +134,11 @@ def test_persistent_tokens_are_written_before_the_first_block_opens_more() -> No
         ({"max_step_size": 0.0}, "max_step_size=0.0: expected above 0"),
         ({"sliding_window": 0}, "sliding_window=0: expected at least 1"),
         ({"num_persistent_tokens": -1}, "num_persistent_tokens=-1: expected at least 0"),
-        ({"variant": "mag", "num_attention_heads": 8}, "an even head width"),
+        ({"variant": "mag", "head_dim": 3}, "an even head width"),
+        ({"variant": "mac", "head_dim": 8}, "head_dim=8: expected hidden_size / num_attention_heads"),
+        ({"memory_skip": True}, "memory_skip=True: expected False but in 'mag' and 'mal'"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types=.*: expected None but in 'mag' and 'mal'"),
+        ({"variant": "mag", "layer_types": ["linear_attention"] * 2}, "num_hidden_layers=2 of .'sliding_attention'"),
         ({"vocab_size": 0}, "vocab_size=0: expected at least 1"),
     ],
     ids=str,

@@ -39,7 +39,7 @@ class Memory:
         self.gated, self.muon = config.memory == "gated_mlp", config.use_muon
         self.weights = [w.clone() for w in layer.initial_weights()]
         self.slots = [torch.zeros_like(w) for w in self.weights]
-        self.tail = torch.zeros(config.conv_width - 1, 3 * config.hidden_size, dtype=self.weights[0].dtype)
+        self.tail = torch.zeros(config.conv_width - 1, layer.qkv_proj.weight.shape[0], dtype=self.weights[0].dtype)
         self.pairs: list[tuple[Tensor, Tensor]] = []
         interval = max(1, config.capacity_context // config.capacity_blocks)
         self.unlock = [block * interval for block in range(config.capacity_blocks)]
@@ -184,11 +184,12 @@ def alone(output: Any, y: Tensor, x: Tensor, heads: int) -> Tensor:
     return output.o_proj(normed * F.silu(output.gate_proj(x)))
 
 
-def joined(output: Any, y: Tensor, m: Tensor) -> Tensor:
-    return output.o_proj(rms_norm(y, output.attention_norm) * torch.sigmoid(rms_norm(m, output.memory_norm)))
+def joined(output: Any, y: Tensor, m: Tensor, skip: bool = False) -> Tensor:
+    gate = torch.sigmoid(rms_norm(m, output.memory_norm))
+    return output.o_proj(y * gate * 2 if skip else rms_norm(y, output.attention_norm) * gate)
 
 
-def mix(mixer: Any, x: Tensor, config: Any) -> Tensor:
+def mix(mixer: Any, x: Tensor, config: Any, index: int) -> Tensor:
     """One layer's mixer on one sequence `[T, D]`."""
     memory, heads = Memory(mixer.memory, config), config.num_attention_heads
     persistent = mixer.persistent.tokens
@@ -205,11 +206,14 @@ def mix(mixer: Any, x: Tensor, config: Any) -> Tensor:
     if config.variant == "lmm":
         return alone(mixer.output, m, x, heads)
     i = torch.arange(count + len(x))
-    window = (i[None] <= i[:, None]) & (i[None] > i[:, None] - config.sliding_window)
+    full = config.layer_types is not None and config.layer_types[index] == "full_attention"
+    window = (i[None] <= i[:, None]) & (i[None] > i[:, None] - (NEVER if full else config.sliding_window))
     if config.variant == "mag":  # Eq 26-28
         y = attend(mixer.attention, torch.cat([persistent, x]), i, window | (i[None] < count))[count:]
-        return joined(mixer.output, y, m)
+        return joined(mixer.output, y, m, config.memory_skip)
     stream = torch.cat([alone(mixer.output, written, persistent, heads), alone(mixer.output, m, x, heads)])
+    if config.memory_skip:
+        stream = stream + torch.cat([persistent, x])
     return mixer.o_proj(attend(mixer.attention, stream, i, window)[count:])  # Eq 29-31
 
 
@@ -229,8 +233,8 @@ def mac_segment(mixer: Any, memory: Memory, persistent: Tensor, x: Tensor, first
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     hidden = model.model.embed_tokens(ids)
-    for layer in model.model.layers:
-        hidden = hidden + mix(layer.mixer, rms_norm(hidden, layer.mixer_norm), model.config)
+    for index, layer in enumerate(model.model.layers):
+        hidden = hidden + mix(layer.mixer, rms_norm(hidden, layer.mixer_norm), model.config, index)
         hidden = hidden + layer.mlp(rms_norm(hidden, layer.mlp_norm))
     return model.lm_head(rms_norm(hidden, model.model.norm))
 
@@ -253,7 +257,15 @@ def test_the_model_is_its_equations(variant: str, options: dict[str, Any]) -> No
         close(model(ids).logits[0], logits(model, ids[0]), WITNESS)
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag"])
+@pytest.mark.parametrize("name", ["titans-mag-skip-e16", "titans-mal-skip-e16"])
+def test_the_wirings_around_a_pretrained_attention_are_their_equations(name: str) -> None:
+    """A skip round the memory, heads of their own width, one layer of full attention and one of a window."""
+    ids, model = zoo.tokens(1, TOKENS), zoo.causal_lm(name)
+    with torch.no_grad():
+        close(model(ids).logits[0], logits(model, ids[0]), WITNESS)
+
+
+@pytest.mark.parametrize("variant", ["lmm", *zoo.slow("mac", "mag")])
 @pytest.mark.parametrize(
     ("config_class", "options"),
     [

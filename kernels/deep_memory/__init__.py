@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
 OP = Op(
     name="deep_memory",
@@ -239,7 +239,7 @@ def deep_memory(
     compute = select(OP, problem, backend)
     dtype = state.weights[0].dtype
     # Gates and states must not be rounded by autocast: the products of a chunk's gates live in float32 or wider.
-    with torch.autocast(query.device.type, enabled=False):
+    with as_given(query.device):
         output, state = compute(
             cast(query, dtype),
             cast(key, dtype),

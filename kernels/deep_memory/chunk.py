@@ -1,7 +1,8 @@
 """A chunk of the deep memory as matrix products, forward and backward.
 
 Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Nothing runs
-under autograd; each backward is written out below its forward.
+under autograd; each backward is written out below its forward. Products are `torch.bmm`, since at a single token what
+`@` does around it costs as much as the product.
 
 For layer l with inputs `x`, deltas `d` (R rows: the chunk's tokens, and those before it that a window reaches) and the
 coefficients of `Coefficients`, a read and the next anchor are
@@ -13,6 +14,7 @@ coefficients of `Coefficients`, a read and the next anchor are
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -222,11 +224,11 @@ def _anchor_product(
         return y, []
     if network.scales_inputs(layer):
         (weight, c), *others = pairs
-        y = network.scale(z, c, layer) @ weight.mT
+        y = torch.bmm(network.scale(z, c, layer), weight.mT)
         for weight, c in others:
             y.baddbmm_(network.scale(z, c, layer), weight.mT)
         return y, []
-    plain = [z @ weight.mT for weight, _ in pairs]
+    plain = [torch.bmm(z, weight.mT) for weight, _ in pairs]
     scaled = [network.scale(x, c, layer + 1) for x, (_, c) in zip(plain, pairs, strict=True)]
     return (scaled[0] if len(scaled) == 1 else scaled[0].add_(scaled[1])), plain
 
@@ -263,7 +265,7 @@ def _anchor_product_backward(
                     d_c[..., block] += (z_in * g_w).sum(-1)
                     d_weight[:, out, into] += (g_out * c[..., block, None]).mT @ z_in
         elif network.scales_inputs(layer):
-            g_w = g @ weight
+            g_w = torch.bmm(g, weight)
             d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
             dz += network.scale(g_w, c, layer)
             d_c += network.per_block(g_w.mul_(z), layer)
@@ -300,24 +302,23 @@ def inner_gradients(
     units = network.units
     inputs, hidden = [_masked(network, key, is_open, 0)], []
     for layer in range(network.depth - 1):
-        hidden.append(inputs[layer] @ weights[layer].mT)
+        hidden.append(torch.bmm(inputs[layer], weights[layer].mT))
         inputs.append(_masked(network, units.value(hidden[layer]), is_open, layer + 1))
     if network.objective == "dot":
         deltas = [-value]
     else:
-        delta = (inputs[-1] @ weights[-1].mT).sub_(value)
+        delta = torch.bmm(inputs[-1], weights[-1].mT).sub_(value)
         deltas = [delta.add_(key[..., : delta.shape[-1]]) if network.residual else delta]
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
-        back.insert(0, deltas[0] @ weights[layer])
+        back.insert(0, torch.bmm(deltas[0], weights[layer]))
         deltas.insert(0, _masked(network, units.pullback(back[0], hidden[layer - 1]), is_open, layer))
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
         norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
-        norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))
-        excess = norm / network.max_gradient_norm
-        if bool((excess > 1).any()):
-            clip = excess.clamp(min=1).reciprocal()
+        norm = functools.reduce(torch.hypot, norms)
+        if float(norm.amax()) > network.max_gradient_norm:
+            clip = (network.max_gradient_norm / norm).clamp(max=1)
             deltas = [d * clip for d in deltas]
     return Inner(inputs, deltas, unclipped, clip, hidden, back)
 
@@ -382,7 +383,6 @@ def _masked(network: Network, x: Tensor, is_open: Tensor | None, position: int) 
 class Read(NamedTuple):
     """What the backward of a read needs, per layer."""
 
-    z: list[Tensor]
     scores: list[Tensor]
     plain: list[list[Tensor]]
     hidden: list[Tensor]
@@ -402,12 +402,11 @@ def read(
     """`M_t(q_t)` for queries `[M, t, K]`."""
     units = network.units
     z = query
-    kept = Read([], [], [], [])
+    kept = Read([], [], [])
     for layer in range(network.depth):
-        scores = z @ inputs[layer].mT
+        scores = torch.bmm(z, inputs[layer].mT)
         y, plain = _anchor_product(network, layer, z, _pairs(layer, weights, slots, keep, momentum_read))
         y = y.baddbmm_(scores * write, deltas[layer], alpha=-1)
-        kept.z.append(z)
         kept.scores.append(scores)
         kept.plain.append(plain)
         if layer < network.depth - 1:
@@ -425,6 +424,7 @@ def _pairs(
 
 def read_backward(
     network: Network,
+    query: Tensor,
     d_output: Tensor,
     kept: Read,
     weights: Sequence[Tensor],
@@ -440,11 +440,11 @@ def read_backward(
     """Gradient of the query; all others are added to what is given."""
     g = d_output
     for layer in range(network.depth - 1, -1, -1):
-        z = kept.z[layer]
+        z = query if layer == 0 else network.units.value(kept.hidden[layer - 1])
         pairs = _pairs(layer, weights, slots, c.keep, c.momentum_read)
         d_pairs = _pairs(layer, d_weights, d_slots, d_c.keep, d_c.momentum_read)
         dz = _anchor_product_backward(network, layer, g, z, kept.plain[layer], pairs, d_pairs)
-        scores, d_weighted = kept.scores[layer], g @ inner.deltas[layer].mT
+        scores, d_weighted = kept.scores[layer], torch.bmm(g, inner.deltas[layer].mT)
         d_c.write.addcmul_(d_weighted, scores, value=-1)
         d_scores = d_weighted.mul_(c.write)
         d_deltas[layer].baddbmm_((scores * c.write).mT, g, alpha=-1)
@@ -560,12 +560,12 @@ def _write_backward(
 ) -> None:
     """Backward of `_write`, `g` being the gradient of its result; adds to the last three."""
     if x.shape[-1] < delta.shape[-1]:
-        g_delta = delta @ g
+        g_delta = torch.bmm(delta, g)
         d_write.sub_((g_delta * x).sum(-1))
         d_input.addcmul_(g_delta, write[..., None], value=-1)
         d_delta.baddbmm_(x * write[..., None], g.mT, alpha=-1)
     else:
-        g_x = x @ g.mT
+        g_x = torch.bmm(x, g.mT)
         d_write.sub_((g_x * delta).sum(-1))
         d_delta.addcmul_(g_x, write[..., None], value=-1)
         d_input.baddbmm_(delta * write[..., None], g, alpha=-1)

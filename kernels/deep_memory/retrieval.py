@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memzoo.kernels.deep_memory import block_of_unit, is_gated
 from memzoo.kernels.deep_memory.activations import GatedUnits, Units
+from memzoo.kernels.registry import as_given
 
 
 def retrieve(
@@ -35,7 +36,7 @@ def retrieve(
     """
     units = (GatedUnits if is_gated(weights) else Units)(activation)
     depth, dtype = len(weights), weights[0].dtype
-    with torch.autocast(query.device.type, enabled=False):
+    with as_given(query.device):
         q = query.to(dtype).movedim(2, 1)
         token = position[:, None] + torch.arange(query.shape[1], device=query.device)
         is_open = (token[..., None] >= torch.tensor(unlock, device=query.device)).to(dtype)[:, None]  # [B, 1, T, E]

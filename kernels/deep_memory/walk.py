@@ -1,22 +1,25 @@
 """The walk over the chunks, and the walk as one autograd function.
 
-Its backward keeps the memory at the chunk starts and recomputes the rest of a chunk. Chunks are the first dimension, so
+Its backward keeps the memory at the chunk starts and the products that the reads made, and recomputes the rest of a
+chunk. Chunks are the first dimension, so
 that each is a contiguous slice. While capacity blocks are closed a chunk is computed on the open part of the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from memzoo.kernels.deep_memory.chunk import (
     Coefficients,
     Inner,
     Network,
+    Read,
     advance,
     advance_backward,
     inner_backward,
@@ -24,6 +27,7 @@ from memzoo.kernels.deep_memory.chunk import (
     read,
     read_backward,
 )
+from memzoo.kernels.registry import as_given
 
 
 class Ends(NamedTuple):
@@ -128,26 +132,26 @@ class Chunk(NamedTuple):
 
 
 def walk(
-    network: Network, ends: Ends, tensors: Tensors, starts: list[Sequence[Tensor]] | None = None
+    network: Network, ends: Ends, tensors: Tensors, keep: Callable[[Sequence[Tensor], Read], None] | None = None
 ) -> tuple[Tensor, ...]:
     """Outputs `[N, M, C, V]`, the last anchor, and the factors of the chunk that is running at the end.
 
-    Appends the memory at each chunk's start to `starts` when given.
+    `keep` is told each chunk's anchor and what its reads left for the backward.
     """
     depth, memory = network.depth, tensors.memory
     count, rows, size = tensors.query.shape[:3]
     output = tensors.value.new_empty(count, rows, size, network.widths[-1])
     factors = [output.new_zeros(rows, tensors.key.shape[2], width) for width in network.row_widths]
     for at in range(count):
-        if starts is not None:
-            starts.append(memory)
         chunk = Chunk.of(network, ends, tensors, at)
         part, c, anchor = chunk.network, chunk.c, chunk.network.of_memory(memory)
         weights, slots = anchor[:depth], anchor[depth:]
         inner = chunk.inner(anchor)
-        output[at] = read(
+        output[at], left = read(
             part, chunk.query, weights, slots, inner.inputs, inner.deltas, c.keep, c.momentum_read, c.write
-        )[0]
+        )
+        if keep is not None:
+            keep(memory, left)
         is_done, is_running = ends.is_done(at), ends.is_running(at)
         if is_done is not False:
             c_end = (c.keep_end, c.momentum_read_end, c.momentum_keep_end, c.write_end, c.momentum_write_end)
@@ -182,33 +186,35 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, network: Network, ends: Ends, *flat: Any) -> tuple[Tensor, ...]:
-        starts: list[Sequence[Tensor]] = []
-        outputs = walk(network, ends, Tensors.of(network, flat), starts)
-        ctx.network, ctx.ends, ctx.count = network, ends, len(flat)
-        ctx.save_for_backward(*flat, *(x for start in starts for x in start))
+        kept: list[Any] = []
+        outputs = walk(network, ends, Tensors.of(network, flat), lambda anchor, left: kept.append((anchor, left)))
+        leaves, spec = pytree.tree_flatten((flat, kept))
+        ctx.network, ctx.ends, ctx.spec = network, ends, spec
+        ctx.save_for_backward(*leaves)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         network, ends = ctx.network, ctx.ends
-        saved = ctx.saved_tensors  # once: checkpointing hands each of them out a single time
-        tensors, starts = Tensors.of(network, saved[: ctx.count]), saved[ctx.count :]
+        # Asked for once: checkpointing hands each of them out a single time.
+        flat, kept = pytree.tree_unflatten(ctx.saved_tensors, ctx.spec)
+        tensors = Tensors.of(network, flat)
         states = len(tensors.memory)
         d_output, d_factors = gradients[0], gradients[1 + states :]
         d_memory = tuple(x.clone() for x in gradients[1 : 1 + states])  # the walk changes them
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
         d_coefficients = tensors.coefficients.map(torch.zeros_like)
         d_held: list[Tensor] = []
-        with torch.autocast(d_output.device.type, enabled=False):
+        with as_given(d_output.device):
             for at in reversed(range(tensors.key.shape[0])):
                 chunk = Chunk.of(network, ends, tensors, at)
-                part = chunk.network
-                anchor = part.of_memory(starts[at * states : (at + 1) * states])
+                part, (memory, left) = chunk.network, kept[at]
+                anchor = part.of_memory(memory)
                 d_c = d_coefficients.at(at, part.blocks)
                 d_next, d_rows = part.of_memory(d_memory), part.of_rows(d_factors)
                 d_query[at], d_key[at], d_value[at], d_start, d_held = _chunk_backward(
-                    chunk, anchor, d_output[at], d_next, d_rows, ends.is_done(at), ends.is_running(at), d_c
+                    chunk, anchor, left, d_output[at], d_next, d_rows, ends.is_done(at), ends.is_running(at), d_c
                 )
                 d_memory = _widened(part, d_start, network, d_memory)
         d_flat = [d_query, d_key, d_value, *d_coefficients, None, *d_memory]
@@ -218,6 +224,7 @@ class Walk(torch.autograd.Function):
 def _chunk_backward(
     chunk: Chunk,
     anchor: Sequence[Tensor],
+    left: Read,
     d_output: Tensor,
     d_memory: Sequence[Tensor],
     d_factors: Sequence[Tensor],
@@ -233,7 +240,6 @@ def _chunk_backward(
     depth = network.depth
     weights, slots = anchor[:depth], anchor[depth:]
     inner = chunk.inner(anchor)
-    _, kept = read(network, chunk.query, weights, slots, inner.inputs, inner.deltas, c.keep, c.momentum_read, c.write)
     if isinstance(is_running, Tensor):
         d_rows = [torch.where(is_running, d, 0) for d in d_factors]
     else:
@@ -250,7 +256,7 @@ def _chunk_backward(
             d_start = [d + torch.where(is_done, 0, passed) for d, passed in zip(d_start, d_memory, strict=True)]
     d_weights, d_slots = d_start[:depth], d_start[depth:]
     d_query = read_backward(
-        network, d_output, kept, weights, slots, inner, c, d_c, d_weights, d_slots, d_inputs, d_deltas
+        network, chunk.query, d_output, left, weights, slots, inner, c, d_c, d_weights, d_slots, d_inputs, d_deltas
     )
     d_held = []
     if chunk.is_held is not None:

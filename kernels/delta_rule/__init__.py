@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
 OP = Op(
     name="delta_rule",
@@ -81,7 +81,7 @@ def delta_rule(
         strength = torch.where(real, strength, 0)
         if log_retention is not None:
             log_retention = torch.where(real, log_retention, 0)
-    with torch.autocast(query.device.type, enabled=False):
+    with as_given(query.device):
         y, state = compute(
             cast(query, dtype),
             cast(key, dtype),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
 OP = Op(
     name="exponential_memory",
@@ -118,27 +118,24 @@ def exponential_memory(
     expect(scale > 0, "scale", "above 0", scale)
     problem = Problem(query.device.type, str(query.dtype), {"T": query.shape[1], "W": window}, {"objective": objective})
     dtype = state.keys.dtype
-    if log_retention is None:
-        log_retention = torch.zeros_like(step_size[..., 0])
-    with torch.autocast(query.device.type, enabled=False):
-        real = None
-        if lengths is not None:
-            real = torch.arange(query.shape[1], device=query.device) < lengths[:, None]  # [B, T]
-            log_retention = torch.where(real[..., None], log_retention, 0)
-            step_size = torch.where(real[..., None, None], step_size, 0)
-        # A token before the first has no pair.
-        token = state.position[:, None] + torch.arange(query.shape[1], device=query.device)
-        exists = torch.arange(window, device=query.device) <= token[..., None]  # [B, T, c]
-        step_size = torch.where(exists[:, :, None], step_size, 0)
+    with as_given(query.device):
+        log_retention, step_size = written_steps(log_retention, step_size, state.position, lengths)
         q, k, v, gate, step = (cast(x, dtype).movedim(2, 1) for x in (query, key, value, log_retention, step_size))
         y, keys, written = select(OP, problem, backend)(q, k, v, gate, step, state, scale, objective)
         state = ExponentialState(
-            _aligned(keys, lengths, query.shape[1], keys.shape[2]),
-            _aligned(written, lengths, query.shape[1], keys.shape[2]),
-            _aligned(torch.cat([state.recent_values, v], dim=2), lengths, query.shape[1], window - 1),
+            aligned(keys, lengths, query.shape[1], keys.shape[2]),
+            aligned(written, lengths, query.shape[1], keys.shape[2]),
+            aligned(torch.cat([state.recent_values, v], dim=2), lengths, query.shape[1], window - 1),
             state.position + (query.shape[1] if lengths is None else lengths),
         )
     return cast(y.movedim(1, 2), query.dtype), state
+
+
+def retrieve(query: Tensor, keys: Tensor, written: Tensor, scale: float) -> Tensor:
+    """`M phi(q)` of a memory as its state holds it, for all queries `[B, T, H, K]`: `[B, T, H, V]` in the state's
+    dtype."""
+    with as_given(query.device):
+        return (kernel(cast(query, keys.dtype).movedim(2, 1), keys, scale) @ written).movedim(1, 2)
 
 
 def kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
@@ -146,7 +143,24 @@ def kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.exp(scale * (x @ y.mT - 1))
 
 
-def _aligned(x: Tensor, lengths: Tensor | None, tokens: int, rows: int) -> Tensor:
+def written_steps(
+    log_retention: Tensor | None, step_size: Tensor, position: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gates, `[B, T, H]` and `[B, T, H, c]`, with which padding changes nothing and a token before the first has no
+    pair."""
+    tokens, window = step_size.shape[1], step_size.shape[3]
+    place = torch.arange(tokens, device=step_size.device)
+    if log_retention is None:
+        log_retention = torch.zeros_like(step_size[..., 0])
+    if lengths is not None:
+        real = place < lengths[:, None]  # [B, T]
+        log_retention = torch.where(real[..., None], log_retention, 0)
+        step_size = torch.where(real[..., None, None], step_size, 0)
+    exists = torch.arange(window, device=place.device) <= (position[:, None] + place)[..., None]  # [B, T, c]
+    return log_retention, torch.where(exists[:, :, None], step_size, 0)
+
+
+def aligned(x: Tensor, lengths: Tensor | None, tokens: int, rows: int) -> Tensor:
     """The last `rows` of `x` `[B, H, R + T, D]` up to each row's last real token, 0 where there are none."""
     if lengths is None:
         return x[:, :, x.shape[2] - rows :].clone() if rows < x.shape[2] else x

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
 OP = Op(
     name="linear_attention",
@@ -70,7 +70,7 @@ def linear_attention(
         value = torch.where(real[:, :, None, None, None], value, 0)
         if log_retention is not None:
             log_retention = torch.where(real[:, :, None], log_retention, 0)
-    with torch.autocast(query.device.type, enabled=False):
+    with as_given(query.device):
         gate = None if log_retention is None else cast(log_retention, dtype)
         y, state = compute(cast(query, dtype), cast(key, dtype), cast(value, dtype), gate, state)
     return cast(y, query.dtype), state

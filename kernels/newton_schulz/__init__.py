@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memzoo.kernels.registry import Backend, Op, Problem, expect, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, expect, select
 
 OP = Op(
     name="newton_schulz",
@@ -50,7 +50,7 @@ def newton_schulz(x: Tensor, *, steps: int = 5, backend: str = "auto") -> Tensor
     expect(OP, x.dtype in (torch.float32, torch.float64), "dtype of x", "float32 or float64", x.dtype)
     expect(OP, steps >= 0, "steps", "at least 0", steps)
     problem = Problem(x.device.type, str(x.dtype), {"M": x.shape[-2], "N": x.shape[-1]}, {"steps": steps})
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x.device):
         return select(OP, problem, backend)(x, steps)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.newton_schulz import QUINTIC, TINY
+from memzoo.kernels.registry import as_given
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
@@ -105,5 +106,5 @@ class _Iteration(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        with torch.autocast(d_y.device.type, enabled=False):  # the quintic expands what bfloat16 rounds away
+        with as_given(d_y.device):  # the quintic expands what bfloat16 rounds away
             return value_and_pullback(x, ctx.steps, d_y)[1], None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,9 @@ class MemoryState(NamedTuple):
     """A memory layer between two tokens."""
 
     conv_tail: Tensor
-    """The last inputs of the short convolution, `[B, conv_width - 1, 3 D]`."""
-    memory: DeepMemoryState
+    """The last inputs of the short convolution, `[B, conv_width - 1, H (2 K + V)]`."""
+    memory: Any
+    """A `DeepMemoryState`, or what else the memory is."""
 
 
 class ShortConv(nn.Module):
@@ -68,9 +69,13 @@ class InnerGates(nn.Linear):
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
     def each(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[B, T, D]` to a `[B, T, H]` per gate, in float32 or wider: a retention near 1 has no bfloat16 neighbours
+        """`[B, T, D]` to a `[B, T, H]` per gate."""
+        return self.stacked(x).unbind(-2)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, G, H]` for G gates, in float32 or wider: a retention near 1 has no bfloat16 neighbours
         worth having. (`forward` is the linear layer's, as adapters expect of one.)"""
-        return widened(self(x)).unflatten(-1, (-1, self.heads)).unbind(-2)
+        return widened(self(x)).unflatten(-1, (-1, self.heads))
 
 
 class InitialWeights(nn.Module):
@@ -118,8 +123,9 @@ class DeepMemory(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         width, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+        inner = heads * head_dim
         hidden = [head_dim * config.memory_expansion] * (config.memory_depth - 1)
-        self.heads = heads
+        self.heads, self.key_dim, self.value_dim = heads, head_dim, head_dim
         self.chunk_size = config.chunk_size
         self.window, self.halo = config.window, config.window - 1 if config.window_halo else 0
         self.objective = config.objective
@@ -131,8 +137,8 @@ class DeepMemory(nn.Module):
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.use_retention, self.use_momentum = config.use_retention, config.use_momentum
-        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
-        self.conv = ShortConv(3 * width, config.conv_width, config.kernel_backend)
+        self.qkv_proj = nn.Linear(width, 3 * inner, bias=False)
+        self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend)
         ranges = [(0.12, 0.12)]  # the step size
         if self.use_momentum:
             ranges.append((0.5, 0.5))
@@ -154,7 +160,7 @@ class DeepMemory(nn.Module):
             state: from `begin` or from an earlier call.
 
         Returns:
-            Read-outs `[B, L, D]` and the new state.
+            Read-outs `[B, L, H V]` of H heads of width V, and the new state.
         """
         return self._read(x, state, lengths, self.chunk_size, self.schedule.unlock)
 
@@ -193,6 +199,10 @@ class DeepMemory(nn.Module):
             momentum=self.use_momentum,
             halo=self.halo,
         )
+
+    def contents(self, state: MemoryState) -> tuple[Tensor, ...]:
+        """`M_t` at a chunk's start."""
+        return state.memory.weights
 
     def retrieve(self, x: Tensor, weights: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
         """`M(q)` for `q = x query`, read at fixed `weights` without writing, `[B, L, D]` to `[B, L, D]`."""

@@ -2,65 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memzoo.kernels.exponential_memory import exponential_memory, initial_state
-from memzoo.modeling.decoder import Step
-from memzoo.modeling.mixers.deep_memory import InnerGates
+from memzoo.kernels import deep_exponential_memory, exponential_memory
+from memzoo.kernels.deep_memory import block_of_unit
+from memzoo.kernels.registry import cast
+from memzoo.kernels.scan import scan, split
+from memzoo.modeling.capacity import CapacitySchedule
+from memzoo.modeling.decoder import Mixer
+from memzoo.modeling.mixers.deep_memory import InitialWeights, InnerGates, MemoryState, ShortConv
 from memzoo.modeling.mixers.features import unit_length
-from memzoo.modeling.mixers.matrix_memory import MatrixMemory, MatrixState
+from memzoo.modeling.mixers.matrix_memory import mixer_of
+from memzoo.modeling.mixers.wirings import WIRINGS
 
 
-class ExponentialMemory(MatrixMemory):
+class ExponentialMemory(nn.Module):
     """DeepTransformer, SWDT and Dot with a linear memory (ATLAS, arXiv 2505.23735, Eq 25-31).
+
+        q, k, v = SiLU(conv(x W_Q, x W_K, x W_V)),  q and k scaled to unit length
+        y_t = M_t phi(q_t),  M_t as in `memzoo.kernels.exponential_memory`, over its own normaliser if there is one
 
     Deviations: gates of the current token, one scalar per head and lag, over c, since the paper leaves their form open;
     a token's closed value coordinates stay closed when a later token writes it again.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    segment = 512
+    """Tokens of a piece between the projections, which the backward computes again."""
+    max_step_size = 1.0
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.heads, self.key_dim, self.value_dim = config.memory_heads, config.key_head_dim, config.value_head_dim
         self.lags, self.objective, self.normalizer = config.window, config.objective, config.normalizer
         self.scale = float(self.key_dim**0.5 if config.feature_scale is None else config.feature_scale)
+        self.backend, self.axis = config.kernel_backend, config.capacity_axis
+        self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
+        self.widths = [self.heads * width for width in (self.key_dim, self.key_dim, self.value_dim)]
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
+        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend)
         ranges = [(0.5, 0.5)] * self.lags
         if config.use_retention:
             ranges.append((1e-3, 1e-1))
         self.gates = InnerGates(config.hidden_size, self.heads, ranges)
 
-    def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Logits of the step at each lag, and of forgetting."""
-        return self.gates.each(x)
+    def forward(self, x: Tensor, state: MemoryState, lengths: Tensor | None) -> tuple[Tensor, MemoryState]:
+        """Read new tokens `[B, L, D]` into the memory: read-outs `[B, L, H V]` and the new state."""
+        return self._read(x, state, lengths, self.schedule)
 
-    def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Tensor], step: Step, state: MatrixState
-    ) -> tuple[Tensor, MatrixState]:
-        steps, forget = controls[: self.lags], controls[self.lags :]
-        _, v = self.opened(step, [], v)
+    def begin(self, batch: int, like: Tensor, persistent: Tensor | None = None) -> tuple[Tensor | None, MemoryState]:
+        """The memory before the first token, with the persistent tokens `[P, D]` written to it, and their read-outs.
+
+        Positions, windows and the capacity schedule count real tokens only.
+        """
+        tail = like.new_zeros(batch, self.conv.weight.shape[1] - 1, self.conv.weight.shape[0])
+        memory = self._initial(batch, like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
+        if persistent is None or persistent.shape[0] == 0:
+            return None, MemoryState(tail, memory)
+        blocks, count = self.schedule.blocks, persistent.shape[0]
+        _, fresh = self.begin(1, like)
+        y, state = self._read(persistent[None], fresh, None, CapacitySchedule(blocks, blocks * count))
+        state = pytree.tree_map(lambda s: s.expand(batch, *s.shape[1:]), state)
+        return y[0], state._replace(memory=state.memory._replace(position=memory.position))
+
+    def contents(self, state: MemoryState) -> tuple[Tensor, ...]:
+        """All keys, what is written at them, and the weights if there are any."""
+        return tuple(state.memory)[: len(state.memory._fields) - 2]
+
+    def retrieve(self, x: Tensor, contents: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
+        """`M phi(q)` for `q = x query`, without writing, `[B, L, D]` to `[B, L, H V]`."""
+        q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
+        return cast(self._answer(unit_length(q), contents).flatten(2), q.dtype)
+
+    def _initial(self, batch: int, like: Tensor) -> Any:
+        """The empty memory of `batch` rows, in the dtype and on the device of `like`."""
+        width = self.value_dim + (1 if self.normalizer else 0)
+        return exponential_memory.initial_state(batch, self.heads, self.key_dim, width, window=self.lags, like=like)
+
+    def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
+        keys, written = contents
+        return self._normalized(exponential_memory.retrieve(q, keys, written, self.scale))
+
+    def _memorize(self, q: Tensor, k: Tensor, v: Tensor, *gates: Any, **options: Any) -> tuple[Tensor, Any]:
+        """The rule, from `[B, L, H, ...]`: read-outs and the new memory."""
         if self.normalizer:
             v = F.pad(v, (0, 1), value=1.0)
-        y, memory = exponential_memory(
+        y, memory = exponential_memory.exponential_memory(q, k, v, *gates, **options)
+        return self._normalized(y), memory
+
+    def _read(
+        self, x: Tensor, state: MemoryState, lengths: Tensor | None, schedule: CapacitySchedule
+    ) -> tuple[Tensor, MemoryState]:
+        weight = self.conv.weight
+        pieces = []
+        for at, piece in enumerate(split((self.qkv_proj(x), *self.gates.each(x)), self.segment)):
+            added = None if lengths is None else (lengths - at * self.segment).clamp(0, piece[0].shape[1])  # type: ignore[union-attr]
+            pieces.append((schedule, weight, added, *piece))
+        return scan(self._piece, state, pieces)
+
+    def _piece(
+        self,
+        state: MemoryState,
+        schedule: CapacitySchedule,
+        conv_weight: Tensor,
+        lengths: Tensor | None,
+        projected: Tensor,
+        *logits: Tensor,
+    ) -> tuple[Tensor, MemoryState]:
+        dtype = projected.dtype
+        projected, tail = self.conv.apply_with(conv_weight, projected, cast(state.conv_tail, dtype), lengths)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
+        steps, forget = logits[: self.lags], logits[self.lags :]
+        y, memory = self._memorize(
             unit_length(q),
             unit_length(k),
-            v,
+            self._opened(v, state.memory.position, schedule),
             F.logsigmoid(-forget[0]) if forget else None,
-            torch.sigmoid(torch.stack(list(steps), dim=-1)) / self.lags,
-            state.memory,  # type: ignore[arg-type]
+            torch.sigmoid(torch.stack(steps, dim=-1)) * (self.max_step_size / self.lags),
+            state.memory,
             scale=self.scale,
             objective=self.objective,
-            lengths=step.lengths,
+            lengths=lengths,
             backend=self.backend,
         )
-        if self.normalizer:
-            y = y[..., :-1] / y[..., -1:].clamp(min=torch.finfo(y.dtype).tiny)
-        return y, state._replace(memory=memory)  # type: ignore[arg-type]
+        return cast(y.flatten(2), dtype), MemoryState(tail, memory)
 
-    def _begin(self, like: Tensor) -> MatrixState:
-        state = super()._begin(like)
-        width = self.value_dim + (1 if self.normalizer else 0)
-        memory = initial_state(like.shape[0], self.heads, self.key_dim, width, window=self.lags, like=state.memory)
-        return state._replace(memory=memory)  # type: ignore[arg-type]
+    def _normalized(self, y: Tensor) -> Tensor:
+        """Read-outs over their last coordinate, which is 0 only where nothing is written."""
+        if not self.normalizer:
+            return y
+        total = y[..., -1:]
+        return y[..., :-1] / torch.where(total > 0, total, 1)
+
+    def _opened(self, v: Tensor, position: Tensor, schedule: CapacitySchedule) -> Tensor:
+        """Values `[B, L, H, V]` with 0 where a token sees no open block."""
+        if schedule.blocks == 1:
+            return v
+        is_head = self.axis == "head"
+        block = block_of_unit(self.heads if is_head else self.value_dim, schedule.blocks, v.device)
+        token = position[:, None] + torch.arange(1, 1 + v.shape[1], device=v.device)
+        mask = (block < schedule.open_blocks(token)[..., None]).to(v.dtype)
+        return v * (mask[..., None] if is_head else mask[:, :, None])
+
+
+class DeepExponentialMemory(ExponentialMemory):
+    """The same with a network of two layers on the features; see `memzoo.kernels.deep_exponential_memory`."""
+
+    segment = 32  # a token's graph holds what is written at every key
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.max_step_size, self.options = config.max_step_size, {"max_gradient_norm": config.max_gradient_norm}
+        widths = [self.key_dim, config.memory_expansion * self.key_dim, self.value_dim]
+        self.initial_weights = InitialWeights(self.heads, widths, gated=False)
+
+    def _initial(self, batch: int, like: Tensor) -> Any:
+        # Copies: a cached state must not change when the optimizer moves the parameters.
+        weights = [w.to(like.dtype, copy=True) for w in self.initial_weights()]
+        return deep_exponential_memory.initial_state(weights, batch, window=self.lags)
+
+    def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
+        keys, written, first, second = contents
+        return deep_exponential_memory.retrieve(q, keys, written, first, second, self.scale)
+
+    def _memorize(self, q: Tensor, k: Tensor, v: Tensor, *gates: Any, **options: Any) -> tuple[Tensor, Any]:
+        return deep_exponential_memory.deep_exponential_memory(q, k, v, *gates, **{**options, **self.options})
+
+
+def exponential_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
+    """The mixer of a block by the config's `layer_types`, `variant` and `memory`."""
+    memory = {"linear": ExponentialMemory, "mlp": DeepExponentialMemory}[config.memory]
+    wiring = WIRINGS[config.variant]
+    return mixer_of(lambda config, layer_idx: wiring(config, layer_idx, memory), config, layer_idx)

@@ -30,7 +30,11 @@ def _unit_length(x: Tensor, eps: float) -> Tensor:
     x = widened(x)
     if eps:
         return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-    return _Unit.apply(x)
+    return _Unit.apply(x) if torch.is_grad_enabled() and x.requires_grad else x / _length(x)
+
+
+def _length(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)
 
 
 class _Unit(torch.autograd.Function):
@@ -38,7 +42,7 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)
+        norm = _length(x)
         y = x / norm
         ctx.save_for_backward(y, norm)
         return y

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import rotate_half
 
 from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.delta_rule import delta_rule
@@ -82,12 +82,13 @@ class MatrixMemory(Mixer):
         return ()
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
+        self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         """Read-outs `[B, L, H, V]` and the state with its new memory (and `keys` and `values`).
 
         Args:
-            q, k, v: `[B, L, H, K]` and `[B, L, H, V]`, neither normalised nor scaled.
+            qk: queries and keys, neither normalised nor scaled, `[B, L, 2, H, K]`: what both undergo, they do at once.
+            v: values, `[B, L, H, V]`.
             controls: what `controls` gave.
         """
         raise NotImplementedError
@@ -118,8 +119,9 @@ class MatrixMemory(Mixer):
         if self.conv is not None and weights[0] is not None:
             projected, tail = self.conv.apply_with(weights[0], projected, cast(state.conv_tail, dtype), step.lengths)
             state = state._replace(conv_tail=tail)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
-        y, state = self.memorize(q, k, v, controls, step, state)
+        qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
+        qk, v = qk.unflatten(-1, (2, self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+        y, state = self.memorize(qk, v, controls, step, state)
         y = F.rms_norm(cast(y, weights[1].dtype), (self.value_dim,), weights[1], self.norm.eps).flatten(2)
         if gate is not None:
             y = y * GATE[self.output_gate](gate)
@@ -186,17 +188,17 @@ class Retention(MatrixMemory):
         return self.rotary
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
+        self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        q, k = apply_rotary_pos_emb(q, k, *step.rotary[self.key_dim], unsqueeze_dim=2)
+        cos, sin = (x[:, :, None, None] for x in step.rotary[self.key_dim])
+        q, k = (qk * cos + rotate_half(qk) * sin).unbind(2)
         (k,), v = self.opened(step, [k], v)
-        head = torch.arange(self.heads, dtype=state.memory.dtype, device=q.device)
-        log_retention = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:2], -1)
+        log_retention = state.memory.new_tensor([math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads)])
         y, memory = linear_attention(
             q * self.scaling,
             k[:, :, None],
             v[:, :, None],
-            log_retention,
+            log_retention.expand(*q.shape[:2], -1),
             state.memory,
             lengths=step.lengths,
             backend=self.backend,
@@ -217,36 +219,41 @@ class SlidingWindowLinear(MatrixMemory):
         self.gates = InnerGates(config.hidden_size, self.heads, ranges)
 
     def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Logits of forgetting and of the strength at each lag."""
-        return self.gates.each(x)
+        """Logits of forgetting and of the strength at each lag, the greatest first."""
+        logits = self.gates.stacked(x)
+        return logits[:, :, 0], logits[:, :, 1:].flip(2)
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
+        self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        tokens = q.shape[1]
-        forget, *strengths = controls
-        q, k = unit_length(q), unit_length(k)
-        all_keys = torch.cat([state.keys.to(k.dtype), k.flatten(2)], dim=1)
-        all_values = torch.cat([state.values.to(v.dtype), v.flatten(2)], dim=1)
-        lags = [self.window - 1 - lag for lag in range(self.window)]  # where the token `lag` before the first one is
-        keys = torch.stack([all_keys[:, at : at + tokens] for at in lags], dim=2).unflatten(-1, (self.heads, -1))
-        values = torch.stack([all_values[:, at : at + tokens] for at in lags], dim=2).unflatten(-1, (self.heads, -1))
+        forget, strengths = controls
+        q, k = unit_length(qk).unbind(2)
+        keys, new_keys = self._lagged(k.flatten(2), state.keys, step)
+        values, new_values = self._lagged(v.flatten(2), state.values, step)
         # The current token's open blocks hold for every key that it writes, earlier ones included.
         (keys,), values = self.opened(step, [keys], values)
         y, memory = linear_attention(
             q,
             keys,
-            values * torch.sigmoid(torch.stack(strengths, dim=2))[..., None].to(values.dtype),
+            values * cast(torch.sigmoid(strengths), values.dtype)[..., None],
             F.logsigmoid(-forget),
             state.memory,
             lengths=step.lengths,
             backend=self.backend,
         )
-        return y, state._replace(
-            memory=memory,
-            keys=new_tail(k.flatten(2), state.keys.to(k.dtype), step.lengths),
-            values=new_tail(v.flatten(2), state.values.to(v.dtype), step.lengths),
-        )
+        return y, state._replace(memory=memory, keys=new_keys, values=new_values)
+
+    def _lagged(self, x: Tensor, before: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """The window of each token of `[B, L, H D]`, the oldest first, `[B, L, c, H, D]`; and what the next token's has
+        besides itself."""
+        tokens, before = x.shape[1], cast(before, x.dtype)
+        every = torch.cat([before, x], dim=1)
+        if tokens == 1:
+            window = every[:, None]
+        else:
+            window = torch.stack([every[:, at : at + tokens] for at in range(self.window)], dim=2)
+        tail = every[:, tokens:].clone() if step.lengths is None else new_tail(x, before, step.lengths)
+        return window.unflatten(-1, (self.heads, -1)), tail
 
 
 class Delta(MatrixMemory):
@@ -260,9 +267,10 @@ class Delta(MatrixMemory):
         self.unit = partial(unit_length, eps=config.unit_eps)
         self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
 
-    def addresses(self, q: Tensor, k: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def addresses(self, qk: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where to read, write and erase (`None`: where it writes)."""
-        return self.unit(q), self.unit(k), None
+        q, k = self.unit(qk).unbind(2)
+        return q, k, None
 
     def log_retention(self, x: Tensor) -> Tensor | None:
         return None
@@ -272,10 +280,10 @@ class Delta(MatrixMemory):
         return self.strength_proj(x), self.log_retention(x)
 
     def memorize(
-        self, q: Tensor, k: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
+        self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         logit, log_retention, *others = controls
-        q, k, p = self.addresses(q, k, *others)
+        q, k, p = self.addresses(qk, *others)
         (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
         y, memory = delta_rule(
             q * self.scaling,
@@ -324,11 +332,12 @@ class CombaMemory(Delta):
         per_head = torch.sigmoid(self.erase_logit), self.correction
         return (*super().controls(x), *(a.expand(*x.shape[:2], -1) for a in per_head))
 
-    def addresses(self, q: Tensor, k: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def addresses(self, qk: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         erase, correction = (a[..., None] for a in controls)
         if self.is_paper:
-            q, k = self.unit(q), self.unit(k)
+            q, k = self.unit(qk).unbind(2)
             return q - correction * k, k, erase * k
+        q, k = qk.unbind(2)
         return self.unit(q - correction * (erase * k)), self.unit(k), None
 
     def log_retention(self, x: Tensor) -> Tensor:
@@ -352,7 +361,7 @@ class AttentionMixer(Mixer):
         return self.o_proj(y), state
 
 
-def mixer_of(memory: type[MatrixMemory] | None, config: PreTrainedConfig, layer_idx: int) -> Mixer:
+def mixer_of(memory: Callable[..., Mixer] | None, config: PreTrainedConfig, layer_idx: int) -> Mixer:
     """The mixer of a block by the config's `layer_types`."""
     kind = config.mixer_types[layer_idx]
     if kind == "linear_attention":

@@ -80,7 +80,7 @@ class SelfModifying(Mixer):
         self.conv = ShortConv(2 * width, config.conv_width, config.kernel_backend)
         self.initial_weights = InitialMemories(self.heads, self.count, self.head_dim, self.units)
         self.gates = GateReadout(self.heads, self.head_dim)
-        self.output = MemoryOutput(config)
+        self.output = MemoryOutput(config, self.heads, self.head_dim, "silu")
 
     def forward(self, x: Tensor, step: Step, state: SelfModifyingState | None) -> tuple[Tensor, SelfModifyingState]:
         if state is None:

@@ -1,11 +1,22 @@
-"""How a deep memory stands among attention: alone, or as its context, gate or layer (Titans, arXiv 2501.00663)."""
+"""How a memory stands among attention: alone, or as its context, gate or layer (Titans, arXiv 2501.00663).
+
+The memory is any module that
+
+- counts its `heads`, `key_dim` and `value_dim`;
+- begins: `begin(batch, like, persistent=None)` gives the persistent tokens' read-outs `[P, H V]` and the state after
+  them, of `batch` rows in the dtype of `like`;
+- reads: `memory(x, state, lengths)` gives read-outs `[R, L, H V]` and the new state;
+- for `mac`, answers without reading: `contents(state)`, a tuple of tensors `[R, H, ...]`, is what it holds, and
+  `retrieve(x, contents, position, query)` what that says at the queries `x query`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -13,6 +24,11 @@ from transformers import initialization as init
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
+from memzoo.modeling.mixers.matrix_memory import GATE
+
+MakeMemory = Callable[[PreTrainedConfig], Any]
+"""Makes a memory: a module with what `DeepMemory` shows, `heads`, `key_dim`, `value_dim`, `begin`, `contents`,
+`retrieve` and `forward`."""
 
 
 class PersistentTokens(nn.Module):
@@ -31,48 +47,64 @@ class PersistentTokens(nn.Module):
 
 
 class MemoryOutput(nn.Module):
-    """Output of a memory alone: `W_O (RMSNorm_head(y) * SiLU(x W_gate))` (Titans section 4.4; form ours)."""
+    """Output of a memory alone: `W_O (RMSNorm_head(y) * gate(x W_gate))` (Titans section 4.4; form ours)."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, heads: int, value_dim: int, gate: str | None) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.gate_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        width = config.hidden_size
+        self.norm = nn.RMSNorm(value_dim, eps=config.rms_norm_eps)
+        self.gate = gate
+        if self.gate is not None:
+            self.gate_proj = nn.Linear(width, heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(heads * value_dim, width, bias=False)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        normed = self.norm(y.unflatten(-1, (-1, self.norm.normalized_shape[0]))).flatten(-2)
-        return self.o_proj(normed * nn.functional.silu(self.gate_proj(x)))
+        y = self.norm(y.unflatten(-1, (-1, self.norm.normalized_shape[0]))).flatten(-2)
+        if self.gate is not None:
+            y = y * GATE[self.gate](self.gate_proj(x))
+        return self.o_proj(y)
 
 
 class BranchGate(nn.Module):
     """Two branches joined: `W_O (RMSNorm(y) * sigmoid(RMSNorm(m)))` (Titans Eq 25 and 28, both branches normalised with
-    learned weights, then a non-linearity)."""
+    learned weights, then a non-linearity).
+
+    With `memory_skip` it is `W_O (y * 2 sigmoid(RMSNorm(m)))`: exactly `W_O y` where the norm's weights are zero.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        width = config.num_attention_heads * config.head_dim
+        self.attention_norm = None if config.memory_skip else nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.memory_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
-        return self.o_proj(self.attention_norm(y) * torch.sigmoid(self.memory_norm(m)))
+        gate = torch.sigmoid(self.memory_norm(m))
+        return self.o_proj(y * (2 * gate) if self.attention_norm is None else self.attention_norm(y) * gate)
+
+
+def windowed_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
+    """The attention of a block by the config's `layer_types`."""
+    window = config.sliding_window if config.attention_types[layer_idx] == "sliding_attention" else None
+    return CausalAttention(config, window=window, carried=None if window is None else window - 1)
 
 
 class Wiring(Mixer):
     """What the four wirings share: a memory and persistent tokens."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx)
-        self.memory = DeepMemory(config)
+        self.memory = memory(config)
         self.persistent = PersistentTokens(config.num_persistent_tokens, config.hidden_size)
 
 
 class LMM(Wiring):
     """The memory alone, on the persistent tokens and the sequence (Titans section 3, with Eq 19)."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.output = MemoryOutput(config)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
+        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim, config.output_gate)
 
     def forward(self, x: Tensor, step: Step, state: MemoryState | None) -> tuple[Tensor, MemoryState]:
         if state is None:
@@ -91,9 +123,9 @@ class BranchState(NamedTuple):
 class MAG(Wiring):
     """Sliding-window attention that always sees the persistent tokens, gated by the memory (Titans Eq 26-28)."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
+        self.attention = windowed_attention(config, layer_idx)
         self.output = BranchGate(config)
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
@@ -112,13 +144,18 @@ class MAG(Wiring):
 
 
 class MAL(Wiring):
-    """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31)."""
+    """Sliding-window attention over the memory's outputs, those of the persistent tokens first (Titans Eq 29-31).
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.output = MemoryOutput(config)
-        self.attention = CausalAttention(config, window=config.sliding_window, carried=config.sliding_window - 1)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+    With `memory_skip` it is over `x` plus those outputs.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
+        self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim, config.output_gate)
+        self.memory_skip = config.memory_skip
+        self.attention = windowed_attention(config, layer_idx)
+        width = config.num_attention_heads * config.head_dim
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
         return self.attention.rotary
@@ -127,8 +164,12 @@ class MAL(Wiring):
         persistent = self.persistent()
         memory_state, window = self._begin(x, persistent) if state is None else state
         m, memory_state = self.memory(x, memory_state, step.lengths)
-        y, window = self.attention(self.output(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
+        y, window = self.attention(self._remembered(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
         return self.o_proj(y), BranchState(memory_state, window)
+
+    def _remembered(self, m: Tensor, x: Tensor) -> Tensor:
+        """What the attention reads of the memory's read-outs `m` for `x`."""
+        return x + self.output(m, x) if self.memory_skip else self.output(m, x)
 
     def _begin(self, x: Tensor, persistent: Tensor | None) -> tuple[MemoryState, KeyValueState | None]:
         rows = x.shape[0]
@@ -136,16 +177,17 @@ class MAL(Wiring):
         if persistent is None or read is None:
             return memory_state, None
         place = torch.arange(-persistent.shape[0], 0, device=x.device)[None]
-        _, window = self.attention(self.output(read, persistent)[None], self.attention.rotary(x, place), None, None)
+        tokens = self._remembered(read, persistent)[None]
+        _, window = self.attention(tokens, self.attention.rotary(x, place), None, None)
         return memory_state, KeyValueState(*(x.expand(rows, *x.shape[1:]) for x in window))
 
 
 class ContextState(NamedTuple):
-    """A memory, the running segment's attention, and the memory's weights at the segment's start."""
+    """A memory, the running segment's attention, and what the memory held at the segment's start."""
 
     memory: MemoryState
     attention: KeyValueState
-    segment_weights: tuple[Tensor, ...]
+    past: tuple[Tensor, ...]
 
 
 class MAC(Wiring):
@@ -158,10 +200,10 @@ class MAC(Wiring):
     reads `M_t`.
     """
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
+        super().__init__(config, layer_idx, memory)
         self.segment_size = config.segment_size
-        self.query_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.query_proj = nn.Linear(config.hidden_size, self.memory.heads * self.memory.key_dim, bias=False)
         self.attention = CausalAttention(config, window=None, carried=2 * config.segment_size)
         self.output = BranchGate(config)
 
@@ -169,22 +211,20 @@ class MAC(Wiring):
         persistent = self.persistent()
         if state is None:
             _, memory = self.memory.begin(x.shape[0], x)
-            window, segment_weights = None, memory.memory.weights
+            window, past = None, self.memory.contents(memory)
         else:
-            memory, window, segment_weights = state
+            memory, window, past = state
         outputs = []
         for part in self._parts(x, step, fresh=state is None):
             if part.whole:
-                window, segment_weights = None, memory.memory.weights
+                window, past = None, self.memory.contents(memory)
             elif window is not None:
                 starts = (part.begun == 0) & (part.added > 0)
                 window = window._replace(valid=torch.where(starts, 0, window.valid))
-                at = starts[:, None, None, None]
-                segment_weights = tuple(
-                    torch.where(at, anchor, old)
-                    for anchor, old in zip(memory.memory.weights, segment_weights, strict=True)
+                past = tuple(
+                    _of_rows(starts, new, old) for new, old in zip(self.memory.contents(memory), past, strict=True)
                 )
-            read = self.memory.retrieve(part.x, segment_weights, step.position + part.first, self.query_proj)
+            read = self.memory.retrieve(part.x, past, step.position + part.first, self.query_proj)
             pairs = torch.stack([read, part.x], dim=2).flatten(1, 2)
             place = part.begun[:, None] + torch.arange(part.x.shape[1], device=x.device)
             rotary = self.attention.rotary(pairs, place.repeat_interleave(2, dim=1))
@@ -194,7 +234,7 @@ class MAC(Wiring):
             m, memory = self.memory(y, memory, part.lengths)
             outputs.append(self.output(y, m))
         assert window is not None
-        return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, segment_weights)
+        return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, past)
 
     def _bounds(self, step: Step) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Tokens of the running segment per row, and the bounds of the new tokens that fall into each segment."""
@@ -238,6 +278,13 @@ class MAC(Wiring):
                 inside[..., None], part.gather(1, index[..., None].expand(-1, -1, part.shape[2])), joined
             )
         return joined
+
+
+def _of_rows(at: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the rows `at` `[R]`, `old` in the others, both `[R, H, N, ...]`; that of fewer N is led by zeros."""
+    count = max(new.shape[2], old.shape[2])
+    new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, count - x.shape[2], 0)) for x in (new, old))
+    return torch.where(at[:, None, None, None], new, old)
 
 
 class SegmentPart(NamedTuple):
