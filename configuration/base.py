@@ -108,8 +108,8 @@ class MemoryConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers; a config whose `auto_map` leads to this package takes the module that does so with it."""
-        references = [reference.split(".") for reference in (getattr(self, "auto_map", None) or {}).values()]
-        names = sorted({name for module, name in references if module == SHIM})
+        references = [reference.rpartition(".") for reference in (getattr(self, "auto_map", None) or {}).values()]
+        names = sorted({name for module, _, name in references if module == SHIM})
         if names:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             (Path(save_directory) / f"{SHIM}.py").write_text(f"from memzoo import {', '.join(names)}\n")

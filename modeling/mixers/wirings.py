@@ -84,7 +84,7 @@ class BranchGate(nn.Module):
         return self.o_proj(y * (2 * gate) if self.attention_norm is None else self.attention_norm(y) * gate)
 
 
-def windowed_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
+def branch_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
     """The attention of a block by the config's `layer_types`."""
     window = config.sliding_window if config.attention_types[layer_idx] == "sliding_attention" else None
     return CausalAttention(config, window=window, carried=None if window is None else window - 1)
@@ -125,7 +125,7 @@ class MAG(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.attention = windowed_attention(config, layer_idx)
+        self.attention = branch_attention(config, layer_idx)
         self.output = BranchGate(config)
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
@@ -153,7 +153,7 @@ class MAL(Wiring):
         super().__init__(config, layer_idx, memory)
         self.output = MemoryOutput(config, self.memory.heads, self.memory.value_dim, config.output_gate)
         self.memory_skip = config.memory_skip
-        self.attention = windowed_attention(config, layer_idx)
+        self.attention = branch_attention(config, layer_idx)
         width = config.num_attention_heads * config.head_dim
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
