@@ -150,6 +150,7 @@ def retrieve(
     written: Tensor,
     first: Tensor,
     second: Tensor,
+    *,
     scale: float,
     activation: str = "gelu",
 ) -> Tensor:

@@ -13,7 +13,7 @@ The memory is any module that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbeddin
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
 from memzoo.modeling.mixers.matrix_memory import GATE
 
-MakeMemory = Callable[[PreTrainedConfig], nn.Module]
+MakeMemory = Callable[[PreTrainedConfig], Any]
 
 
 class PersistentTokens(nn.Module):
@@ -47,7 +47,7 @@ class PersistentTokens(nn.Module):
 class MemoryOutput(nn.Module):
     """Output of a memory alone: `W_O (RMSNorm_head(y) * gate(x W_gate))` (Titans section 4.4; form ours)."""
 
-    def __init__(self, config: PreTrainedConfig, memory: nn.Module) -> None:
+    def __init__(self, config: PreTrainedConfig, memory: Any) -> None:
         super().__init__()
         width, value_dim = config.hidden_size, memory.value_dim
         self.norm = nn.RMSNorm(value_dim, eps=config.rms_norm_eps)
@@ -82,7 +82,7 @@ class Wiring(Mixer):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx)
-        self.memory = memory(config)
+        self.memory: Any = memory(config)
         self.persistent = PersistentTokens(config.num_persistent_tokens, config.hidden_size)
 
 
