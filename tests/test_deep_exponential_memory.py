@@ -48,7 +48,7 @@ def test_is_gradient_descent_on_features(objective: str, window: int, bound: flo
         want.append(memory(first, second, q[t]))
     got, final = deep_exponential_memory(**args, objective=objective, max_gradient_norm=bound)
     close(got[0, :, 0], torch.stack(want), OP[torch.float64])
-    answers = retrieve(args["query"], *final[:4], scale)  # type: ignore[arg-type]
+    answers = retrieve(args["query"], *final[:4], scale=scale)  # type: ignore[arg-type]
     close(answers[0, :, 0], torch.stack([memory(first, second, x) for x in q]), OP[torch.float64])
 
 

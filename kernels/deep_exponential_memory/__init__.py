@@ -104,6 +104,12 @@ def deep_exponential_memory(
 
     Cost, per token and head with R tokens before: about `(c + 1) R (K + F)` multiply-adds, token after token. The state
     holds `R (K + F)` floats and both layers.
+
+    Example:
+        >>> q, k = torch.nn.functional.normalize(torch.randn(2, 1, 9, 4, 8), dim=-1)
+        >>> v, step = torch.randn(1, 9, 4, 8), torch.full((1, 9, 4, 1), 0.1)
+        >>> state = initial_state([torch.randn(4, 32, 8), torch.randn(4, 8, 32) / 32], batch=1, window=1)
+        >>> y, state = deep_exponential_memory(q, k, v, None, step, state, scale=3.0)
     """
     expect = partial(registry.expect, OP)
     window = state.recent_values.shape[2] + 1
@@ -144,6 +150,7 @@ def retrieve(
     written: Tensor,
     first: Tensor,
     second: Tensor,
+    *,
     scale: float,
     activation: str = "gelu",
 ) -> Tensor:

@@ -131,7 +131,7 @@ def exponential_memory(
     return cast(y.movedim(1, 2), query.dtype), state
 
 
-def retrieve(query: Tensor, keys: Tensor, written: Tensor, scale: float) -> Tensor:
+def retrieve(query: Tensor, keys: Tensor, written: Tensor, *, scale: float) -> Tensor:
     """`M phi(q)` of a memory as its state holds it, for all queries `[B, T, H, K]`: `[B, T, H, V]` in the state's
     dtype."""
     with as_given(query.device):

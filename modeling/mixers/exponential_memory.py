@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,14 +86,33 @@ class ExponentialMemory(nn.Module):
         return exponential_memory.initial_state(batch, self.heads, self.key_dim, width, window=self.lags, like=like)
 
     def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
-        keys, written = contents
-        return self._normalized(exponential_memory.retrieve(q, keys, written, self.scale))
+        return self._normalized(exponential_memory.retrieve(q, *contents, scale=self.scale))
 
-    def _memorize(self, q: Tensor, k: Tensor, v: Tensor, *gates: Any, **options: Any) -> tuple[Tensor, Any]:
+    def _memorize(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_retention: Tensor | None,
+        step_size: Tensor,
+        state: Any,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, Any]:
         """The rule, from `[B, L, H, ...]`: read-outs and the new memory."""
         if self.normalizer:
             v = F.pad(v, (0, 1), value=1.0)
-        y, memory = exponential_memory.exponential_memory(q, k, v, *gates, **options)
+        y, memory = exponential_memory.exponential_memory(
+            q,
+            k,
+            v,
+            log_retention,
+            step_size,
+            state,
+            scale=self.scale,
+            objective=self.objective,
+            lengths=lengths,
+            backend=self.backend,
+        )
         return self._normalized(y), memory
 
     def _read(
@@ -125,10 +145,7 @@ class ExponentialMemory(nn.Module):
             F.logsigmoid(-forget[0]) if forget else None,
             torch.sigmoid(torch.stack(steps, dim=-1)) * (self.max_step_size / self.lags),
             state.memory,
-            scale=self.scale,
-            objective=self.objective,
-            lengths=lengths,
-            backend=self.backend,
+            lengths,
         )
         return cast(y.flatten(2), dtype), MemoryState(tail, memory)
 
@@ -157,7 +174,7 @@ class DeepExponentialMemory(ExponentialMemory):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.max_step_size, self.options = config.max_step_size, {"max_gradient_norm": config.max_gradient_norm}
+        self.max_step_size, self.max_gradient_norm = config.max_step_size, config.max_gradient_norm
         widths = [self.key_dim, config.memory_expansion * self.key_dim, self.value_dim]
         self.initial_weights = InitialWeights(self.heads, widths, gated=False)
 
@@ -167,15 +184,34 @@ class DeepExponentialMemory(ExponentialMemory):
         return deep_exponential_memory.initial_state(weights, batch, window=self.lags)
 
     def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
-        keys, written, first, second = contents
-        return deep_exponential_memory.retrieve(q, keys, written, first, second, self.scale)
+        return deep_exponential_memory.retrieve(q, *contents, scale=self.scale)
 
-    def _memorize(self, q: Tensor, k: Tensor, v: Tensor, *gates: Any, **options: Any) -> tuple[Tensor, Any]:
-        return deep_exponential_memory.deep_exponential_memory(q, k, v, *gates, **{**options, **self.options})
+    def _memorize(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_retention: Tensor | None,
+        step_size: Tensor,
+        state: Any,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        return deep_exponential_memory.deep_exponential_memory(
+            q,
+            k,
+            v,
+            log_retention,
+            step_size,
+            state,
+            scale=self.scale,
+            objective=self.objective,
+            max_gradient_norm=self.max_gradient_norm,
+            lengths=lengths,
+            backend=self.backend,
+        )
 
 
 def exponential_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
     """The mixer of a block by the config's `layer_types`, `variant` and `memory`."""
     memory = {"linear": ExponentialMemory, "mlp": DeepExponentialMemory}[config.memory]
-    wiring = WIRINGS[config.variant]
-    return mixer_of(lambda config, layer_idx: wiring(config, layer_idx, memory), config, layer_idx)
+    return mixer_of(partial(WIRINGS[config.variant], memory=memory), config, layer_idx)

@@ -95,7 +95,7 @@ class Wiring(Mixer):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx)
-        self.memory = memory(config)
+        self.memory: Any = memory(config)
         self.persistent = PersistentTokens(config.num_persistent_tokens, config.hidden_size)
 
 
