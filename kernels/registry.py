@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +39,16 @@ class Problem:
 
 
 def _supports_anything(problem: Problem) -> str | None:
+    return None
+
+
+def triton_refuses(problem: Problem) -> str | None:
+    """Why no Triton kernel computes the problem, of what holds for all of them. It does not import triton: whether it
+    is there is no matter of choice, and a GPU without it is told so by `select`."""
+    if problem.device != "cuda" and not (problem.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"needs a GPU (or TRITON_INTERPRET=1 from the start of the process), the tensors are on {problem.device}"
+    if not {problem.dtype, problem.options.get("state", "torch.float32")} <= {"torch.float32", "torch.bfloat16"}:
+        return "computes float32 and bfloat16 inputs on a float32 state"
     return None
 
 
@@ -103,7 +114,15 @@ _loaded: dict[str, Callable[..., Any]] = {}  # a dict, since torch.compile does 
 def _load(entry: str) -> Callable[..., Any]:
     if entry not in _loaded:
         module, _, function = entry.partition(":")
-        _loaded[entry] = getattr(importlib.import_module(module), function)
+        try:
+            _loaded[entry] = getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ImportError(
+                f"{entry}: expected the package triton, which is not installed. Install it (`pip install triton`), or "
+                "choose kernel_backend='chunked'."
+            ) from error
     return _loaded[entry]
 
 
