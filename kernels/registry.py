@@ -141,3 +141,16 @@ def expect(op: Op, ok: bool, what: str, expected: object, got: object) -> None:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`; nothing where nothing is to do, which at a single token costs less than asking torch."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def mixed_precision(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a backend that takes inputs in their own dtypes and sums in that of the state; others get them cast."""
+    compute.is_mixed_precision = True  # type: ignore[attr-defined]
+    return compute
+
+
+def caster(compute: Callable[..., Any], dtype: torch.dtype) -> Callable[[Tensor | None], Any]:
+    """What the inputs of a backend go through: `cast` to the dtype of the state, or nothing."""
+    if getattr(compute, "is_mixed_precision", False):
+        return lambda x: x
+    return lambda x: None if x is None else cast(x, dtype)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_PROGRAMS = 2**31 - 1
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 SIGNATURE = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 
@@ -83,7 +83,7 @@ def launch(kernel: Any, counts: Sequence[int], *, num_warps: int = 4, num_stages
         raise ValueError(f"{name}: expected at most {MAX_PROGRAMS} programs, got {programs}; cut the batch.")
     if _record is not None:
         _record.append(Launch(kernel, programs, arguments, {"num_warps": num_warps, "num_stages": num_stages}))
-    elif device.type != "cuda" and not INTERPRETED:
+    elif device.type != "cuda" and not INTERPRETED.value:
         raise ValueError(
             f"{name}: expected tensors on a GPU, got {device}. Set TRITON_INTERPRET=1 before triton is imported to run "
             "kernels on the CPU, or choose kernel_backend='chunked'."
@@ -100,4 +100,6 @@ def tile(size: int, most: int, least: int = 16) -> int:
 @triton.jit
 def product(a, b):
     """`a @ b` summed in float32; float32 factors are not rounded to tf32."""
+    if INTERPRETED:  # which multiplies the bits of bfloat16 numbers as integers; their products are exact in float32
+        a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
