@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import re
 import subprocess
@@ -24,6 +25,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from memzoo.kernels.delta_rule import triton as delta_rule
+from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -40,22 +43,60 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def conv_launches(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, channels: int = 2304) -> None:
-    x, weight, tail = (meta(*shape, dtype=dtype) for shape in ((batch, tokens, channels), (channels, 4), (batch, 3, channels)))
+def conv(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, channels: int = 2304) -> None:
+    x, weight = meta(batch, tokens, channels, dtype=dtype), meta(channels, 4, dtype=dtype)
+    tail = meta(batch, 3, channels, dtype=dtype)
     short_conv.forward(x, weight, tail, True)
     short_conv.backward(x, x, weight, tail, True)
     short_conv.one_token(x[:, :1], weight, tail, True)
 
 
-OPS: dict[str, Callable[..., None]] = {"short_conv": conv_launches}
+def _heads(dtype: torch.dtype, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, ...]:
+    """Query, value, gate and state."""
+    return (
+        meta(batch, tokens, heads, key_dim, dtype=dtype),
+        meta(batch, tokens, heads, value_dim, dtype=dtype),
+        meta(batch, tokens, heads),
+        meta(batch, heads, key_dim, value_dim),
+    )
+
+
+def linear(
+    dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, key_dim: int = 48, value_dim: int = 96
+) -> None:
+    q, v, gate, state = _heads(dtype, batch, tokens, heads, key_dim, value_dim)
+    inputs = q, q[:, :, None], v[:, :, None], gate, state
+    linear_attention.forward(*inputs)
+    linear_attention.backward(*inputs, v, state)
+    linear_attention.one_token(*(x[:, :1] for x in inputs[:4]), state)
+
+
+def delta(
+    dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, key_dim: int = 48, value_dim: int = 96
+) -> None:
+    q, v, gate, state = _heads(dtype, batch, tokens, heads, key_dim, value_dim)
+    inputs = q, q, v, gate, gate, state, q, False
+    delta_rule.forward(*inputs)
+    delta_rule.backward(*inputs, v, state)
+    q, v, gate = (x[:, :1] for x in (q, v, gate))
+    delta_rule.one_token(q, q, v, gate, gate, state, q, False)
+
+
+OPS: dict[str, Callable[..., None]] = {"short_conv": conv, "linear_attention": linear, "delta_rule": delta}
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
+WIDE = {"key_dim": 256, "value_dim": 256}
+"""Heads as wide as those of a 1.3B model."""
 
 
 def launches(op: str, dtype: torch.dtype, **sizes: int) -> list[Launch]:
-    """What the op's host code would start, forward, backward and decoding, each kernel once."""
+    """What the op's host code would start, forward, backward and decoding; each program once."""
     with recorded() as record:
         OPS[op](dtype, **sizes)
-    return record
+    once = {}
+    for launch in record:
+        constants = launch.signature()[1]
+        once.setdefault((launch.kernel.__name__, *sorted(map(repr, constants.items()))), launch)
+    return list(once.values())
 
 
 def compiled(launch: Launch, target: str) -> Any:
@@ -93,19 +134,15 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def rows(targets: list[str]) -> Iterator[dict[str, Any]]:
-    for op in OPS:
-        for name, dtype in DTYPES.items():
-            for launch in launches(op, dtype):
-                for target in targets:
-                    kernel = launch.kernel.__name__.strip("_")
-                    yield {
-                        "op": op,
-                        "kernel": kernel,
-                        "inputs": name,
-                        "target": target,
-                        **launch.options,
-                        **resources(compiled(launch, target)),
-                    }
+    cases = itertools.product(OPS, DTYPES, ({}, WIDE))
+    for op, name, sizes in cases:
+        if op == "short_conv" and sizes:
+            continue
+        for launch, target in itertools.product(launches(op, DTYPES[name], **sizes), targets):
+            shape = {letter: launch.arguments[letter] for letter in "DWKVC" if letter in launch.arguments}
+            found = resources(compiled(launch, target))
+            kernel = launch.kernel.__name__.strip("_")
+            yield {"op": op, "kernel": kernel, "inputs": name, **shape, **launch.options, "target": target, **found}
 
 
 def main() -> None:

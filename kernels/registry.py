@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs its kernels on CPU tensors, one operation after another; triton reads it when it is imported."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def _supports_anything(problem: Problem) -> str | None:
 def triton_refuses(problem: Problem) -> str | None:
     """Why no Triton kernel computes the problem, of what holds for all of them. It does not import triton: whether it
     is there is no matter of choice, and a GPU without it is told so by `select`."""
-    if problem.device != "cuda" and not (problem.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if problem.device != "cuda" and not (INTERPRETED and problem.device == "cpu"):
         return f"needs a GPU (or TRITON_INTERPRET=1 from the start of the process), the tensors are on {problem.device}"
     if not {problem.dtype, problem.options.get("state", "torch.float32")} <= {"torch.float32", "torch.bfloat16"}:
         return "computes float32 and bfloat16 inputs on a float32 state"
@@ -94,7 +96,8 @@ def select(op: Op, problem: Problem, wanted: str = "auto") -> Callable[..., Any]
             reason = backend.supports(problem)
             if reason is None:
                 return _load(backend.entry)
-            _log_once(f"{op.name}: backend '{backend.name}' is not used: {reason}")
+            if not torch.compiler.is_compiling():
+                _log_once(f"{op.name}: backend '{backend.name}' is not used: {reason}")
         raise ValueError(f"{op.name}: no backend can compute {problem}; reasons: {explain(op, problem)}.")
     for backend in op.backends:
         if backend.name == wanted:

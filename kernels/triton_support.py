@@ -93,7 +93,7 @@ def launch(kernel: Any, counts: Sequence[int], *, num_warps: int = 4, num_stages
 
 
 def tile(size: int, most: int, least: int = 16) -> int:
-    """The side of a tile over `size` elements: a power of two between `least` (which matrix products need) and `most`."""
+    """The side of a tile over `size` elements: a power of two from `least` (matrix products need 16) to `most`."""
     return min(most, max(least, triton.next_power_of_2(size)))
 
 

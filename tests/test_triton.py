@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import registry
+from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.registry import Problem, explain
 from memzoo.kernels.short_conv import OP as SHORT_CONV
 from memzoo.kernels.short_conv import make_inputs, short_conv
@@ -22,7 +29,7 @@ triton = pytest.importorskip("triton")
 import scripts  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
-OPS = ["short_conv"]
+OPS = ["short_conv", "linear_attention", "delta_rule"]
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )
@@ -45,8 +52,8 @@ def test_parity_in_the_interpreter(op: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_compile_within_the_chip(op: str, target: str, resources: ModuleType) -> None:
     """Without spills, within the shared memory of the smallest chip of the class, and with int64 offsets."""
     for launch in resources.launches(op, torch.bfloat16):
@@ -78,11 +85,10 @@ def test_a_grid_too_long_is_refused(resources: ModuleType) -> None:
 
 
 def test_tensors_on_a_cpu_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="'triton' was asked for but cannot compute .* needs a GPU"):
+    with pytest.raises(ValueError, match=r"'triton' was asked for but cannot compute .* needs a GPU"):
         short_conv(**make_inputs(dtype=torch.float32), backend="triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # too late: triton has been imported
-    with pytest.raises(ValueError, match="expected tensors on a GPU, got cpu. Set TRITON_INTERPRET=1 before"):
+    monkeypatch.setattr(registry, "INTERPRETED", True)  # as if set after triton was imported
+    with pytest.raises(ValueError, match=r"expected tensors on a GPU, got cpu. Set TRITON_INTERPRET=1 before"):
         short_conv(**make_inputs(dtype=torch.float32), backend="triton")
     with pytest.raises(ValueError, match="computes float32 and bfloat16"):
         short_conv(**make_inputs(dtype=torch.float64), backend="triton")
@@ -94,12 +100,39 @@ def test_a_gpu_takes_triton_by_itself() -> None:
     assert SHORT_CONV.names()[0] == "triton"
 
 
+@pytest.mark.parametrize("op", ["linear_attention", "delta_rule"])
+def test_matrix_products_of_wide_inputs_are_on_tensor_cores(op: str) -> None:
+    """As recorded; the file is made by `benchmarks/triton_resources.py`."""
+    record = json.loads((scripts.ROOT / "benchmarks/results/triton_resources.json").read_text())["kernels"]
+    units = {"sm_80": "HMMA", "sm_90": "GMMA", "gfx942": "v_mfma"}
+    found = [r for r in record if r["op"] == op and r["inputs"] == "bfloat16" and r["kernel"] != "step_kernel"]
+    assert {r["target"] for r in found} >= set(units)
+    for row in found:
+        if (unit := units.get(row["target"])) is not None:
+            assert any(unit in name and count > 0 for name, count in row.items() if isinstance(count, int)), row
+
+
+@pytest.mark.parametrize("rule", [linear_attention, delta_rule], ids=lambda rule: rule.__name__)
+def test_compiles_into_one_graph(rule: Callable) -> None:
+    """On a CPU with the chunked path; on (fake) GPU tensors with Triton's operators, backward included."""
+    module = {"linear_attention": linear, "delta_rule": delta}[rule.__name__]
+    args = module.make_inputs(tokens=5, dtype=torch.float32)
+    for got, want in zip(torch.compile(rule, fullgraph=True, backend="eager")(**args), rule(**args), strict=True):
+        assert torch.equal(got, want)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        leaves = {n: torch.empty(x.shape, device="cuda", requires_grad=True) for n, x in args.items()}
+        y, state = rule(**leaves)
+        gradients = torch.autograd.grad(y.sum() + state.sum(), list(leaves.values()))
+    assert (y.shape, state.shape) == (args["query"].shape[:3] + args["state"].shape[3:], args["state"].shape)
+    assert [g.shape for g in gradients] == [x.shape for x in args.values()]
+
+
 def test_without_triton_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = SHORT_CONV.backends[0].entry
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith("memzoo.kernels") and "triton" in n]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(registry, "_loaded", dict[str, Any]())
-    with pytest.raises(ImportError, match="expected the package triton, which is not installed. Install it"):
+    with pytest.raises(ImportError, match=r"expected the package triton, which is not installed. Install it"):
         registry.select(SHORT_CONV, Problem("cuda", "torch.bfloat16"), "triton")
     assert entry not in registry._loaded

@@ -1,31 +1,37 @@
 """Triton kernels on the CPU, in triton's interpreter, against the reference in float64.
 
-Not collected by name: `test_triton.py` starts it in processes with TRITON_INTERPRET=1, which must be there before triton
-is imported.
+Not collected by name: `test_triton.py` starts it in processes with TRITON_INTERPRET=1, which must be there before
+triton is imported.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tolerances import OP, close
+import zoo
+from tolerances import MODEL, OP, close
 from torch import Tensor
 
+from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import short_conv as conv
+from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.linear_attention import triton as linear_triton
 from memzoo.kernels.short_conv import short_conv
-
-CHUNK = 16
 
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks within a few tokens, since an interpreted token costs milliseconds."""
-    for op in ("linear_attention", "delta_rule"):
-        monkeypatch.setattr(importlib.import_module(f"memzoo.kernels.{op}.triton"), "CHUNK", CHUNK)
+    """Several chunks within a few tokens, since an interpreted operation takes a tenth of a millisecond."""
+    chunks(monkeypatch, 16)
+
+
+def chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(linear_triton, "CHUNK", {torch.float32: size, torch.bfloat16: size})
 
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -76,3 +82,97 @@ def test_short_conv_of_strided_and_ragged_rows() -> None:
     close(got[0][0, :2], want[0][0, :2], OP[torch.float32])
     close(got[0][1], want[0][1], OP[torch.float32])
     assert torch.equal(got[1], want[1])
+
+
+LINEAR: dict[str, dict[str, Any]] = {
+    "one": {"tokens": 1, "heads": 1},
+    "chunk": {"batch": 1, "tokens": 16, "heads": 1, "log_retention": None},
+    "tiles": {"batch": 1, "tokens": 17, "heads": 1, "key_dim": 40, "value_dim": 70},
+    "streams": {"batch": 1, "tokens": 37, "heads": 3, "key_dim": 20, "value_dim": 24, "streams": 2},
+}
+
+
+def split_case(case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sizes for `make_inputs`, and arguments that replace what it makes."""
+    replaced = {n: x for n, x in case.items() if n in ("log_retention", "erase_key", "erase_after_decay")}
+    return {n: x for n, x in case.items() if n not in replaced}, replaced
+
+
+@dtypes
+@pytest.mark.parametrize("case", LINEAR)
+def test_linear_attention(case: str, dtype: torch.dtype) -> None:
+    sizes, replaced = split_case(LINEAR[case])
+    agree(linear_attention, {**linear.make_inputs(**sizes), **replaced}, dtype)
+
+
+DELTA: dict[str, dict[str, Any]] = {
+    "one": {"tokens": 1, "heads": 1},
+    "one-after": {"tokens": 1, "heads": 1, "erase_key": None, "erase_after_decay": True},
+    "deltanet": {"batch": 1, "tokens": 15, "heads": 1, "log_retention": None, "erase_key": None},
+    "gated": {"tokens": 17, "heads": 1, "erase_key": None, "erase_after_decay": True},
+    "comba": {"batch": 1, "tokens": 37, "heads": 3, "key_dim": 20, "value_dim": 40},
+}
+
+
+@dtypes
+@pytest.mark.parametrize("case", DELTA)
+def test_delta_rule(case: str, dtype: torch.dtype) -> None:
+    sizes, replaced = split_case(DELTA[case])
+    agree(delta_rule, {**delta.make_inputs(**sizes), **replaced}, dtype)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_delta_rule_joins_the_inverses_of_its_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks(monkeypatch, size)
+    agree(delta_rule, delta.make_inputs(batch=1, tokens=size + 3, heads=1), torch.float32)
+
+
+def test_delta_rule_of_one_key_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where powers of the system grow like binomials, and only their alternating sum is small."""
+    chunks(monkeypatch, 64)
+    args = delta.make_inputs(batch=1, tokens=64, heads=1)
+    key = args["key"][:, :1].expand_as(args["key"])
+    args = {**args, "key": key, "erase_key": None, "log_retention": None, "strength": torch.ones(1, 64, 1).double()}
+    agree(delta_rule, args, torch.float32)
+
+
+@pytest.mark.parametrize("rule", [linear_attention, delta_rule], ids=lambda rule: rule.__name__)
+def test_gates_at_their_limits_and_ragged_rows(rule: Callable) -> None:
+    module = {"linear_attention": linear, "delta_rule": delta}[rule.__name__]
+    args = module.make_inputs(tokens=19, heads=1, dtype=torch.float32)
+    limits = torch.zeros_like(args["log_retention"])
+    limits[:, ::3] = -torch.inf
+    args = {**args, "log_retention": limits}
+    lengths, found = torch.tensor([0, 18]), {}
+    for backend in ("triton", "reference"):
+        found[backend] = results(rule, args, backend, lengths=lengths)
+        found[backend][0] = found[backend][0][1:, :18]
+    assert torch.equal(found["triton"][1][0], args["state"][0])
+    names = [n for n, x in args.items() if isinstance(x, Tensor)]
+    for name, got, want in zip(["y", "end", *names], found["triton"], found["reference"], strict=True):
+        # Outputs beyond a row's length are unspecified, and the loss has read them: their queries differ.
+        if name != "query":
+            close(got, want, OP[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["retnet-e1", "swla-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1"])
+def test_model(name: str) -> None:
+    """Prefill in two pieces and decoding with Triton are one pass with torch; so are the gradients."""
+    wanted = zoo.build(name).eval()
+    model = zoo.build(name, kernel_backend="triton").eval()
+    ids = zoo.tokens(2, 20)
+    with torch.no_grad():
+        want = wanted(ids).logits
+        first = model(ids[:, :18])
+        rest, cache = [first.logits], first.cache
+        for t in (18, 19):
+            step = model(ids[:, t : t + 1], cache=cache)
+            rest.append(step.logits)
+            cache = step.cache
+    close(torch.cat(rest, dim=1), want, MODEL[torch.float32])
+    if name == "comba-e1":
+        gradients = []
+        for each in (model, wanted):
+            loss = each(ids[:1, :9], labels=ids[:1, :9]).loss
+            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(each.parameters()))]))
+        close(*gradients, MODEL[torch.float32])

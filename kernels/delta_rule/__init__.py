@@ -20,7 +20,6 @@ from memzoo.kernels import registry
 from memzoo.kernels.registry import Backend, Op, Problem, cast, caster, select, triton_refuses
 
 
-
 def _triton_refuses(problem: Problem) -> str | None:
     width = problem.sizes["K"]
     return triton_refuses(problem) or (None if width <= 256 else f"holds key widths up to 256 on chip, got {width}")

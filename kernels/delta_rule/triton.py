@@ -1,11 +1,10 @@
 """The delta rule in Triton, in chunks of C tokens, in the WY form of the chunked backend (see there for the letters).
 
 Forward: `prepare`, one program per chunk, inverts the triangular system and makes `U` and `W`, free of the state;
-`walk`, one program per tile of V columns of a row and head, goes through the chunks with all K rows of the state on chip
-and writes each chunk's first state and its deltas `X = U - W S`; the read-out is that of linear attention with the
-deltas for values. `(I + L)^-1` is made in blocks of 16: forward substitution inside the blocks, all at once, and the
-blocks together by products, `(I + N)^-1 = (I - N)(I + N^2)...` for a block-triangular `N`, which vanishes to the power
-of their number: exact, and as stable as substitution by blocks, in float32 whatever the inputs.
+`walk`, one program per tile of V columns of a row and head, goes through the chunks with all K rows of the state on
+chip and writes each chunk's first state and its deltas `X = U - W S`; the read-out is that of linear attention with
+the deltas for values. `(I + L)^-1` is made in blocks of 16 on the diagonal, by forward substitution in all of them at
+once, which are then joined two by two; in float32 whatever the inputs, since errors of an inverse do not average out.
 
 Backward: forward's parts anew; the gradient of the deltas inside their chunk; `walk_back` for the gradient `D` of the
 state at each chunk's end and the rest of that of the deltas,
@@ -18,8 +17,8 @@ and, per chunk in parallel, the system's own, `dR = (I + L)^-T [dX, -dX S^T]` fo
 On the chip, at K = V = 64, C = 64, bfloat16: `prepare` four tiles of 64 x 64 float32 in registers (64 KiB), keys and
 values in shared memory; `walk` 64 x 64 float32 of state.
 Bytes per token and head, inputs of s bytes: forward `s (8 K + 6 V)` (inputs, U, W, deltas out and in, outputs) and
-`2 s K V / C` for states. Operations forward `6 K V + 2 C (3 K + 2 V) + 8 C^2` of which the last are float32's.
-At K = V = C = 64 and bfloat16: 2.0 KB, 98 kFLOP: on an H100 (3.35 TB/s, about 800 TFLOP/s) 0.6 ns for the bytes, 0.1 ns
+`2 s K V / C` for states. Operations forward `6 K V + 2 C (3 K + 2 V) + 3 C^2` of which the last are float32's.
+At K = V = C = 64 and bfloat16: 2.0 KB, 86 kFLOP: on an H100 (3.35 TB/s, about 800 TFLOP/s) 0.6 ns for the bytes, 0.1 ns
 for the products; backward about three times both. Memory is the floor.
 One token: the state in and out, `8 K V` bytes per row and head: 10 ns at K = V = 64.
 """
@@ -70,10 +69,26 @@ def delta_rule(
 
 
 @triton.jit
+def joined(lower, inverses, C: tl.constexpr, B: tl.constexpr):
+    """From the inverses `[C / B, B, B]` of the blocks on the diagonal those of blocks twice as wide:
+    `[[X, 0], [-Y L X, Y]]` inverts `[[X^-1, 0], [L, Y^-1]]`."""
+    N: tl.constexpr = C // (2 * B)
+    row, column = tl.arange(0, 2 * N)[:, None, None, None], tl.arange(0, 2 * N)[None, None, :, None]
+    between = tl.where((row % 2 == 1) & (column == row - 1), tl.reshape(lower, [2 * N, B, 2 * N, B]), 0.0)
+    between = tl.sum(tl.reshape(tl.sum(between, axis=2), [N, 2, B, B]), axis=1)
+    pairs, is_second = tl.reshape(inverses, [N, 2, B, B]), tl.arange(0, 2)[None, :, None, None] == 1
+    above, below = tl.sum(tl.where(is_second, 0.0, pairs), axis=1), tl.sum(tl.where(is_second, pairs, 0.0), axis=1)
+    corner = -product(product(below, between), above)
+    row, column = tl.arange(0, 2)[None, :, None, None, None], tl.arange(0, 2)[None, None, None, :, None]
+    left = tl.where(row == 0, above[:, None, :, None, :], corner[:, None, :, None, :])
+    whole = tl.where(column == 0, left, tl.where(row == 0, 0.0, below[:, None, :, None, :]))
+    return tl.reshape(whole, [N, 2 * B, 2 * B])
+
+
+@triton.jit
 def inverse(lower, C: tl.constexpr):
     """`(I + lower)^-1` for `lower` `[C, C]` with nothing on or above the diagonal."""
     N: tl.constexpr = C // 16
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     place = tl.arange(0, 16)
     is_own = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]
     own = tl.sum(tl.where(is_own, tl.reshape(lower, [N, 16, N, 16]), 0.0), axis=2)  # [N, 16, 16]
@@ -82,18 +97,11 @@ def inverse(lower, C: tl.constexpr):
         factors = tl.sum(tl.where(place[None, :, None] == i, own, 0.0), axis=1)
         known = tl.sum(factors[:, :, None] * inverses, axis=1)
         inverses = tl.where(place[None, :, None] == i, inverses - known[:, None, :], inverses)
-    result = tl.reshape(tl.where(is_own, inverses[:, :, None, :], 0.0), [C, C])
-    if N > 1:
-        power = product(result, tl.where(row // 16 == column // 16, 0.0, lower))
-        series = tl.where(row == column, 1.0, 0.0) - power
-        if N > 2:
-            power = product(power, power)
-            series += product(series, power)
-        if N > 4:
-            power = product(power, power)
-            series += product(series, power)
-        result = product(series, result)
-    return result
+    if C > 16:
+        inverses = joined(lower, inverses, C, 16)
+    if C > 32:
+        inverses = joined(lower, inverses, C, 32)
+    return tl.reshape(inverses, [C, C])
 
 
 @triton.jit
@@ -471,9 +479,9 @@ def _prepared(
 
 
 def _walk_tiles(sizes: dict[str, Any]) -> dict[str, int]:
-    """All K rows of a state, and fewer columns the more rows there are: 16 KiB of registers hold a tile."""
+    """All K rows of a state, and fewer columns the more rows there are: 8 KiB of registers hold a tile."""
     rows = tile(sizes["K"], 256)
-    return {"BK": rows, "BV": tile(sizes["V"], min(64, max(16, 4096 // rows))), "num_stages": 2 if rows < 256 else 1}
+    return {"BK": rows, "BV": tile(sizes["V"], min(64, max(16, 2048 // rows))), "num_stages": 2 if rows < 256 else 1}
 
 
 def _walk(

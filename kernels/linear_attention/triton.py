@@ -46,7 +46,7 @@ TILE = {torch.float32: 32, torch.bfloat16: 64}
 def linear_attention(
     query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `memzoo.kernels.linear_attention.linear_attention`; matrix products take factors in the dtype of the values."""
+    """See `memzoo.kernels.linear_attention.linear_attention`; factors of products have the dtype of the values."""
     if query.shape[1] == 1 and not torch.is_grad_enabled():
         return _step(query, key, value, log_retention, state)
     return _attention(query, key, value, log_retention, state)
@@ -271,9 +271,9 @@ def query_key_gradient_kernel(
             over_chunk += tl.sum(state.to(tl.float32) * d_state.to(tl.float32))
     d_q *= from_start(p_gate, first, last, H, HAS_GATE, C, 0)[:, None]
     if HAS_GATE:
-        into = tl.sum(d_q * q.to(tl.float32), axis=1)  # passes from before the chunk to t
-        out = tl.zeros([C], tl.float32)  # from i to after the chunk
-        inside = tl.zeros([C, C], tl.float32)  # from i to t
+        # What passes from before the chunk to t, from before it to after it, and, below, from i to after it and to t.
+        d_gate = tl.cumsum(tl.sum(d_q * q.to(tl.float32), axis=1), axis=0, reverse=True)
+        d_gate += over_chunk * whole(p_gate, first, last, H, HAS_GATE, C)
     decay = intervals(p_gate, first, last, H, HAS_GATE, C, 0)
     keep = to_end(p_gate, first, last, H, HAS_GATE, C)
     for stream in range(J):
@@ -291,16 +291,14 @@ def query_key_gradient_kernel(
         d_k *= keep[:, None]
         d_scores *= decay
         if HAS_GATE:
-            out += tl.sum(d_k * k.to(tl.float32), axis=1)
-            inside += d_scores * product(q, tl.trans(k))
+            out = tl.sum(d_k * k.to(tl.float32), axis=1)
+            d_gate += tl.cumsum(out, axis=0) - out
+            d_gate += over_gates(d_scores * product(q, tl.trans(k)), C)
         d_q += product(d_scores.to(q.dtype), k)
         d_k += product(tl.trans(d_scores.to(q.dtype)), q)
         store_rows(p_dk + o_k + j * H * K, d_k, token, k_column, J * H * K, token < T, K)
     store_rows(p_dq + o_q, d_q, token, k_column, H * K, token < T, K)
     if HAS_GATE:
-        over_chunk *= whole(p_gate, first, last, H, HAS_GATE, C)
-        d_gate = over_chunk + tl.cumsum(into, axis=0, reverse=True) + (tl.cumsum(out, axis=0) - out)
-        d_gate += over_gates(inside, C)
         p_dgate += ((i_k * (tl.num_programs(0) // (chunks * H * tl.cdiv(K, BK))) + i_b) * T * H) + i_h
         tl.store(p_dgate + token * H, d_gate, mask=token < T)
 

@@ -119,8 +119,8 @@ def _backward_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """`dx_s = sum_j weight[j] dpre_{s + W - 1 - j}` over the tail and the row; `dweight[j] = sum_t dpre_t x_{t - W + 1 +
-    j}` over this program's `s`, which are the `x` of the sum."""
+    """`dx_s = sum_j weight[j] dpre_{s + W - 1 - j}` of the tail and the row, and what this program's `x_s` give to
+    `dweight[j] = sum_s dpre_{s + W - 1 - j} x_s`."""
     i_b, place, channel = _place(T + (W - 1), BT, BD, D)
     token, mask = place - (W - 1), channel < D
     p_dy, p_x, p_tail = p_dy + i_b * T * D, p_x + i_b * T * D, p_tail + i_b * (W - 1) * D
@@ -196,9 +196,7 @@ def forward(x: Tensor, weight: Tensor, tail: Tensor, silu: bool) -> Tensor:
     return y
 
 
-def backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, given_tail: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(d_y: Tensor, x: Tensor, weight: Tensor, given_tail: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
     d_y, x, weight, tail = d_y.contiguous(), x.contiguous(), weight.contiguous(), given_tail.to(x.dtype).contiguous()
     (batch, tokens, channels), width = x.shape, weight.shape[1]
     BT, BD = TOKENS // 2, tile(channels, CHANNELS)
@@ -248,9 +246,7 @@ def one_token(x: Tensor, weight: Tensor, tail: Tensor, silu: bool) -> tuple[Tens
 
 
 def _like_output(x: Tensor, weight: Tensor, tail: Tensor, silu: bool) -> Tensor:
-    return torch.empty_like(
-        x, dtype=torch.promote_types(x.dtype, weight.dtype), memory_format=torch.contiguous_format
-    )
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype), memory_format=torch.contiguous_format)
 
 
 # What autograd and torch.compile see: three operators that say what shapes they return.
