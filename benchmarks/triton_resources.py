@@ -15,7 +15,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +133,12 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def rows(targets: list[str]) -> Iterator[dict[str, Any]]:
-    cases = itertools.product(OPS, DTYPES, ({}, WIDE))
-    for op, name, sizes in cases:
-        if op == "short_conv" and sizes:
+def rows(targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
+    """One for each kernel, dtype and target, the narrow heads first."""
+    for sizes, name, op in itertools.product(({}, WIDE) if wide else ({},), dtypes, OPS):
+        if sizes and op == "short_conv":
             continue
-        for launch, target in itertools.product(launches(op, DTYPES[name], **sizes), targets):
+        for target, launch in itertools.product(targets, launches(op, DTYPES[name], **sizes)):
             shape = {letter: launch.arguments[letter] for letter in "DWKVC" if letter in launch.arguments}
             found = resources(compiled(launch, target))
             kernel = launch.kernel.__name__.strip("_")
@@ -149,9 +149,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--wide", action="store_true", help="also heads as wide as those of a 1.3B model")
     args = parser.parse_args()
     found = []
-    for row in rows(args.targets):
+    for row in rows(args.targets, args.dtypes, args.wide):
         print(row, flush=True)
         found.append(row)
     if args.json:
