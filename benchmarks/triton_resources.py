@@ -9,7 +9,7 @@ registers spilled to memory, shared memory, and the matrix instructions of the m
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import hashlib
 import itertools
 import json
 import re
@@ -24,7 +24,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from memzoo.kernels import triton_support
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.short_conv import triton as short_conv
@@ -84,6 +86,7 @@ def delta(
 
 OPS: dict[str, Callable[..., None]] = {"short_conv": conv, "linear_attention": linear, "delta_rule": delta}
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
+MODULES = {"short_conv": short_conv, "linear_attention": linear_attention, "delta_rule": delta_rule}
 WIDE = {"key_dim": 256, "value_dim": 256}
 """Heads as wide as those of a 1.3B model."""
 
@@ -92,11 +95,21 @@ def launches(op: str, dtype: torch.dtype, **sizes: int) -> list[Launch]:
     """What the op's host code would start, forward, backward and decoding; each program once."""
     with recorded() as record:
         OPS[op](dtype, **sizes)
-    once = {}
-    for launch in record:
-        constants = launch.signature()[1]
-        once.setdefault((launch.kernel.__name__, *sorted(map(repr, constants.items()))), launch)
-    return list(once.values())
+    return list({repr(program(launch)): launch for launch in record}.values())
+
+
+def program(launch: Launch) -> dict[str, Any]:
+    """What tells the program of a launch from others of its op: the kernel, its constants, its options."""
+    constants = {n: x for n, x in launch.signature()[1].items() if x is not None}
+    return {"kernel": launch.kernel.__name__.strip("_"), **constants, **launch.options}
+
+
+def fingerprint(op: str) -> str:
+    """Of the text of all functions that the op's kernels can be made of."""
+    functions = {}
+    for module in (triton_support, linear_attention, MODULES[op]):
+        functions |= {f"{module.__name__}.{n}": x.src for n, x in vars(module).items() if isinstance(x, JITFunction)}
+    return hashlib.sha256(repr(sorted(functions.items())).encode()).hexdigest()
 
 
 def compiled(launch: Launch, target: str) -> Any:
@@ -139,10 +152,7 @@ def rows(targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[
         if sizes and op == "short_conv":
             continue
         for target, launch in itertools.product(targets, launches(op, DTYPES[name], **sizes)):
-            shape = {letter: launch.arguments[letter] for letter in "DWKVC" if letter in launch.arguments}
-            found = resources(compiled(launch, target))
-            kernel = launch.kernel.__name__.strip("_")
-            yield {"op": op, "kernel": kernel, "inputs": name, **shape, **launch.options, "target": target, **found}
+            yield {"op": op, "inputs": name, "target": target, **program(launch), **resources(compiled(launch, target))}
 
 
 def main() -> None:
@@ -158,8 +168,9 @@ def main() -> None:
         found.append(row)
     if args.json:
         beside = args.json.with_suffix(".part")
+        head = json.dumps({"triton": triton.__version__, "sources": {op: fingerprint(op) for op in OPS}})
         text = ",\n  ".join(json.dumps(row) for row in found)
-        beside.write_text(f'{{"triton": "{importlib.metadata.version("triton")}", "kernels": [\n  {text}\n]}}\n')
+        beside.write_text(f'{head[:-1]}, "kernels": [\n  {text}\n]}}\n')
         beside.replace(args.json)
 
 

@@ -12,7 +12,7 @@ tf32), of bfloat16 ones on tensor cores.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,8 +38,7 @@ class Launch(NamedTuple):
     """`num_warps`, `num_stages`."""
 
     def signature(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list]]:
-        """Types, constants and attributes, as `triton.compiler.ASTSource` takes them. Tensors that torch allocates
-        start at multiples of 16 bytes."""
+        """Types, constants and attributes for `triton.compiler.ASTSource`; torch's tensors start at 16-byte lines."""
         types, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             given = self.arguments[parameter.name]
@@ -89,7 +88,8 @@ def launch(kernel: Any, counts: Sequence[int], *, num_warps: int = 4, num_stages
             "kernels on the CPU, or choose kernel_backend='chunked'."
         )
     elif programs > 0:
-        kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=num_stages)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else on the current one
+            kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=num_stages)
 
 
 def tile(size: int, most: int, least: int = 16) -> int:

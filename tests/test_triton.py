@@ -53,16 +53,31 @@ def test_parity_in_the_interpreter(op: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_kernels_compile_within_the_chip(op: str, target: str, resources: ModuleType) -> None:
-    """Without spills, within the shared memory of the smallest chip of the class, and with int64 offsets."""
+def test_kernels_compile(op: str, resources: ModuleType) -> None:
+    """For one of the targets; what all of them give is recorded. Offsets are int64."""
     for launch in resources.launches(op, torch.bfloat16):
-        kernel = resources.compiled(launch, target)
-        name = launch.kernel.__name__
-        used = resources.resources(kernel)
-        assert used["spilled"] == 0, (name, used)
-        assert used["shared"] <= (64 if target == "gfx942" else 99) * 1024, (name, used)
-        assert not narrow_offsets(kernel.asm["ttir"]), name
+        kernel = resources.compiled(launch, "sm_90")
+        assert kernel.asm["cubin"]
+        assert not narrow_offsets(kernel.asm["ttir"]), launch.kernel.__name__
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_fit_the_chips(op: str, resources: ModuleType) -> None:
+    """By the record that `benchmarks/triton_resources.py` made of exactly these programs: nothing is spilled, shared
+    memory is what the smallest chip of a class has, matrix products are on tensor cores."""
+    record = json.loads((scripts.ROOT / "benchmarks/results/triton_resources.json").read_text())
+    assert record["sources"][op] == resources.fingerprint(op), "the kernels have changed: run the script again"
+    units = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "MMA", "gfx942": "v_mfma"}
+    for launch in resources.launches(op, torch.bfloat16):
+        program = resources.program(launch)
+        for target in resources.TARGETS:
+            expected = {"op": op, "inputs": "bfloat16", "target": target, **program}
+            row = next((r for r in record["kernels"] if expected.items() <= r.items()), None)
+            assert row is not None, f"not in the record: {expected}"
+            assert row["spilled"] == 0, row
+            assert row["shared"] <= (64 if target == "gfx942" else 99) * 1024, row
+            if op != "short_conv" and program["kernel"] != "step_kernel":
+                assert any(units[target] in name and row[name] > 0 for name in row.keys() - expected.keys()), row
 
 
 def narrow_offsets(ir: str) -> list[str]:
@@ -100,18 +115,6 @@ def test_a_gpu_takes_triton_by_itself() -> None:
     assert SHORT_CONV.names()[0] == "triton"
 
 
-@pytest.mark.parametrize("op", ["linear_attention", "delta_rule"])
-def test_matrix_products_of_wide_inputs_are_on_tensor_cores(op: str) -> None:
-    """As recorded; the file is made by `benchmarks/triton_resources.py`."""
-    record = json.loads((scripts.ROOT / "benchmarks/results/triton_resources.json").read_text())["kernels"]
-    units = {"sm_80": "HMMA", "sm_90": "GMMA", "gfx942": "v_mfma"}
-    found = [r for r in record if r["op"] == op and r["inputs"] == "bfloat16" and r["kernel"] != "step_kernel"]
-    assert {r["target"] for r in found} >= set(units)
-    for row in found:
-        if (unit := units.get(row["target"])) is not None:
-            assert any(unit in name and count > 0 for name, count in row.items() if isinstance(count, int)), row
-
-
 @pytest.mark.parametrize("rule", [linear_attention, delta_rule], ids=lambda rule: rule.__name__)
 def test_compiles_into_one_graph(rule: Callable) -> None:
     """On a CPU with the chunked path; on (fake) GPU tensors with Triton's operators, backward included."""
@@ -123,6 +126,8 @@ def test_compiles_into_one_graph(rule: Callable) -> None:
         leaves = {n: torch.empty(x.shape, device="cuda", requires_grad=True) for n, x in args.items()}
         y, state = rule(**leaves)
         gradients = torch.autograd.grad(y.sum() + state.sum(), list(leaves.values()))
+        with torch.no_grad():  # one token, where reading a tensor's values would raise, as it would in a CUDA graph
+            rule(**{n: x if n == "state" else x[:, :1] for n, x in leaves.items()})
     assert (y.shape, state.shape) == (args["query"].shape[:3] + args["state"].shape[3:], args["state"].shape)
     assert [g.shape for g in gradients] == [x.shape for x in args.values()]
 
