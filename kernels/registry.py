@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs its kernels on CPU tensors, one operation after another; triton reads it when it is imported."""
 
 
 class Problem(NamedTuple):
@@ -39,6 +42,16 @@ class Problem(NamedTuple):
 
 
 def _supports_anything(problem: Problem) -> str | None:
+    return None
+
+
+def triton_refuses(problem: Problem) -> str | None:
+    """Why no Triton kernel computes the problem, of what holds for all of them. It does not import triton: whether it
+    is there is no matter of choice, and a GPU without it is told so by `select`."""
+    if problem.device != "cuda" and not (INTERPRETED and problem.device == "cpu"):
+        return f"needs a GPU (or TRITON_INTERPRET=1 from the start of the process), the tensors are on {problem.device}"
+    if not {problem.dtype, problem.options.get("state", "torch.float32")} <= {"torch.float32", "torch.bfloat16"}:
+        return "computes float32 and bfloat16 inputs on a float32 state"
     return None
 
 
@@ -84,7 +97,8 @@ def select(op: Op, problem: Problem, wanted: str = "auto") -> Callable[..., Any]
             reason = backend.supports(problem)
             if reason is None:
                 return _load(backend.entry)
-            _log_once(f"{op.name}: backend '{backend.name}' is not used: {reason}")
+            if not torch.compiler.is_compiling():
+                _log_once(f"{op.name}: backend '{backend.name}' is not used: {reason}")
         raise ValueError(f"{op.name}: no backend can compute {problem}; reasons: {explain(op, problem)}.")
     for backend in op.backends:
         if backend.name == wanted:
@@ -104,7 +118,15 @@ _loaded: dict[str, Callable[..., Any]] = {}  # a dict, since torch.compile does 
 def _load(entry: str) -> Callable[..., Any]:
     if entry not in _loaded:
         module, _, function = entry.partition(":")
-        _loaded[entry] = getattr(importlib.import_module(module), function)
+        try:
+            _loaded[entry] = getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ImportError(
+                f"{entry}: expected the package triton, which is not installed. Install it (`pip install triton`), or "
+                "choose kernel_backend='chunked'."
+            ) from error
     return _loaded[entry]
 
 
@@ -128,3 +150,16 @@ def as_given(device: torch.device) -> AbstractContextManager[Any]:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`; nothing where nothing is to do, which at a single token costs less than asking torch."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def mixed_precision(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a backend that takes inputs in their own dtypes and sums in that of the state; others get them cast."""
+    compute.is_mixed_precision = True  # type: ignore[attr-defined]
+    return compute
+
+
+def caster(compute: Callable[..., Any], dtype: torch.dtype) -> Callable[[Tensor | None], Any]:
+    """What the inputs of a backend go through: `cast` to the dtype of the state, or nothing."""
+    if getattr(compute, "is_mixed_precision", False):
+        return lambda x: x
+    return lambda x: None if x is None else cast(x, dtype)

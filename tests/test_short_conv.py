@@ -11,7 +11,7 @@ from memzoo.kernels.blocked import BLOCK_ELEMENTS
 from memzoo.kernels.short_conv import OP as SHORT_CONV
 from memzoo.kernels.short_conv import make_inputs, short_conv
 
-BACKENDS = SHORT_CONV.names()
+BACKENDS = [name for name in SHORT_CONV.names() if name != "triton"]  # which has no float64: tests/triton_parity.py
 BOUND = OP[torch.float64]
 
 

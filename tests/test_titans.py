@@ -169,8 +169,8 @@ def test_refuses_values_of_another_type() -> None:
 
 
 def test_unknown_backend_is_refused_with_the_names() -> None:
-    model = build(kernel_backend="triton")
-    with pytest.raises(ValueError, match=r"unknown kernel_backend 'triton'; expected 'auto' or one of"):
+    model = build(kernel_backend="fortran")
+    with pytest.raises(ValueError, match=r"unknown kernel_backend 'fortran'; expected 'auto' or one of"):
         model(zoo.tokens(1, 5))
 
 

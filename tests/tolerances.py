@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 # Reference and chunked form of one op: sums of < 1e3 products, feedback over < 50 tokens.
-OP = {torch.float64: 1e-12, torch.float32: 2e-5}
+# In bfloat16 a number is off by up to 2^-8, and what a kernel keeps in it between two products (scaled keys, states,
+# deltas, their gradients) is a factor of the next one: in the longest chain, from d_y to d_key, about sixteen of them.
+OP = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 16 * 2**-8}
 # Newton-Schulz multiplies what is near zero by 3.4445 a step, and in a Gram matrix, with its rounding errors, by the
 # square of that: four times in five steps.
 NEWTON_SCHULZ = {dtype: 3.4445**8 * torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32)}

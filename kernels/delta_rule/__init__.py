@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    width = problem.sizes["K"]
+    return triton_refuses(problem) or (None if width <= 256 else f"holds key widths up to 256 on chip, got {width}")
+
 
 OP = Op(
     name="delta_rule",
     backends=(
+        Backend("triton", "memzoo.kernels.delta_rule.triton:delta_rule", _triton_refuses),
         Backend("chunked", "memzoo.kernels.delta_rule.chunked:delta_rule"),
         Backend("reference", "memzoo.kernels.delta_rule.reference:delta_rule"),
     ),
@@ -54,10 +61,11 @@ def delta_rule(
         erase_after_decay: whether the erase reads the state after its decay.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
-        backend: `"auto"`, `"chunked"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
     Returns:
-        `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype.
+        `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype
+        (by Triton, matrix products in that of the values).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -73,9 +81,13 @@ def delta_rule(
     _check(query, key, value, strength, log_retention, state, erase_key)
     batch, tokens, heads, width = query.shape
     sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "V": value.shape[-1]}
-    options = {"erase_after_decay": erase_after_decay, "erase_key": erase_key is not None}
+    options = {
+        "erase_after_decay": erase_after_decay,
+        "erase_key": erase_key is not None,
+        "state": str(state.dtype),
+    }
     compute = select(OP, Problem(query.device.type, str(query.dtype), sizes, options), backend)
-    dtype = state.dtype
+    given = caster(compute, state.dtype)
     if lengths is not None:  # a token beyond a row's length writes nothing and keeps all
         real = (torch.arange(tokens, device=query.device) < lengths[:, None])[..., None]
         strength = torch.where(real, strength, 0)
@@ -83,13 +95,13 @@ def delta_rule(
             log_retention = torch.where(real, log_retention, 0)
     with as_given(query.device):
         y, state = compute(
-            cast(query, dtype),
-            cast(key, dtype),
-            cast(value, dtype),
-            cast(strength, dtype),
-            None if log_retention is None else cast(log_retention, dtype),
+            given(query),
+            given(key),
+            given(value),
+            given(strength),
+            given(log_retention),
             state,
-            None if erase_key is None else cast(erase_key, dtype),
+            given(erase_key),
             erase_after_decay,
         )
     return cast(y, query.dtype), state

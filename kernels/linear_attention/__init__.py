@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
 
 OP = Op(
     name="linear_attention",
     backends=(
+        Backend("triton", "memzoo.kernels.linear_attention.triton:linear_attention", triton_refuses),
         Backend("chunked", "memzoo.kernels.linear_attention.chunked:linear_attention"),
         Backend("reference", "memzoo.kernels.linear_attention.reference:linear_attention"),
     ),
@@ -45,10 +46,11 @@ def linear_attention(
         state: `S` before the first token, `[B, H, K, V]`, float32 or float64.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
-        backend: `"auto"`, `"chunked"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
     Returns:
-        `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype.
+        `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype
+        (by Triton, matrix products in that of the values).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -63,16 +65,16 @@ def linear_attention(
     _check(query, key, value, log_retention, state)
     batch, tokens, heads, width = query.shape
     sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "V": value.shape[-1], "J": key.shape[2]}
-    compute = select(OP, Problem(query.device.type, str(query.dtype), sizes), backend)
-    dtype = state.dtype
+    options = {"state": str(state.dtype)}
+    compute = select(OP, Problem(query.device.type, str(query.dtype), sizes, options), backend)
+    given = caster(compute, state.dtype)
     if lengths is not None:  # a token beyond a row's length writes nothing and keeps all
         real = torch.arange(tokens, device=query.device) < lengths[:, None]
         value = torch.where(real[:, :, None, None, None], value, 0)
         if log_retention is not None:
             log_retention = torch.where(real[:, :, None], log_retention, 0)
     with as_given(query.device):
-        gate = None if log_retention is None else cast(log_retention, dtype)
-        y, state = compute(cast(query, dtype), cast(key, dtype), cast(value, dtype), gate, state)
+        y, state = compute(given(query), given(key), given(value), given(log_retention), state)
     return cast(y, query.dtype), state
 
 

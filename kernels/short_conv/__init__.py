@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memzoo.kernels.registry import Backend, Op, Problem, select
+from memzoo.kernels.registry import Backend, Op, Problem, select, triton_refuses
 
 OP = Op(
     name="short_conv",
     backends=(
+        Backend("triton", "memzoo.kernels.short_conv.triton:short_conv", triton_refuses),
         Backend("chunked", "memzoo.kernels.short_conv.chunked:short_conv"),
         Backend("reference", "memzoo.kernels.short_conv.reference:short_conv"),
     ),
@@ -42,7 +43,7 @@ def short_conv(
         tail: the `W - 1` tokens before `x`, `[B, W - 1, D]`; zeros when `None`.
         activation: `"silu"`, or `None` for the identity.
         lengths: real tokens per row `[B]`, int64; all `T` when `None`. Outputs beyond a row's length are unspecified.
-        backend: `"auto"`, `"chunked"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
     Returns:
         `y` `[B, T, D]` and the new tail `[B, W - 1, D]`: each row's last `W - 1` real tokens (older ones from `tail`).

@@ -1,0 +1,107 @@
+"""What the Triton backends share: launches, grids, and a record of them for compilation without a GPU.
+
+A kernel has one way to be started, `launch`. Under `recorded` nothing runs: host code that is called with tensors on
+the meta device leaves what it would have launched, which is what the ahead-of-time compiler and the tests of the grids
+read. So what is compiled and measured is what runs, tile sizes and all, with no second table.
+
+Conventions of every kernel: a grid of one dimension, which may be 2^31 - 1 programs long where the others end at
+65535; offsets into tensors in int64; sums in float32; matrix products by `product`, of float32 factors exactly (never
+tf32), of bfloat16 ones on tensor cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_PROGRAMS = 2**31 - 1
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+SIGNATURE = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+
+
+class Launch(NamedTuple):
+    """A kernel, as it is about to be started."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    """Tensors, sizes and compile-time constants, by the kernel's names."""
+    options: dict[str, int]
+    """`num_warps`, `num_stages`."""
+
+    def signature(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list]]:
+        """Types, constants and attributes for `triton.compiler.ASTSource`; torch's tensors start at 16-byte lines."""
+        types: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], list] = {}
+        for index, parameter in enumerate(self.kernel.params):
+            given = self.arguments[parameter.name]
+            if parameter.is_constexpr or given is None:
+                types[parameter.name], constants[parameter.name] = "constexpr", given
+            elif isinstance(given, Tensor):
+                types[parameter.name] = SIGNATURE[given.dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                types[parameter.name] = "i32"
+        return types, constants, attributes
+
+
+_record: list[Launch] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Keep launches in a list instead of starting them."""
+    global _record
+    before, _record = _record, []
+    try:
+        yield _record
+    finally:
+        _record = before
+
+
+def launch(kernel: Any, counts: Sequence[int], *, num_warps: int = 4, num_stages: int = 2, **arguments: Any) -> None:
+    """Start a kernel in as many programs as the product of `counts`.
+
+    Raises:
+        ValueError: tensors that lie on no GPU outside of the interpreter, on several devices, more programs than a
+            grid can have.
+    """
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    device, programs = tensors[0].device, prod(counts)
+    name = kernel.__name__
+    if any(x.device != device for x in tensors):
+        raise ValueError(f"{name}: expected tensors on one device, got {sorted({str(x.device) for x in tensors})}.")
+    if programs > MAX_PROGRAMS:
+        raise ValueError(f"{name}: expected at most {MAX_PROGRAMS} programs, got {programs}; cut the batch.")
+    if _record is not None:
+        _record.append(Launch(kernel, programs, arguments, {"num_warps": num_warps, "num_stages": num_stages}))
+    elif device.type != "cuda" and not INTERPRETED.value:
+        raise ValueError(
+            f"{name}: expected tensors on a GPU, got {device}. Set TRITON_INTERPRET=1 before triton is imported to run "
+            "kernels on the CPU, or choose kernel_backend='chunked'."
+        )
+    elif programs > 0:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else on the current one
+            kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=num_stages)
+
+
+def tile(size: int, most: int, least: int = 16) -> int:
+    """The side of a tile over `size` elements: a power of two from `least` (matrix products need 16) to `most`."""
+    return min(most, max(least, triton.next_power_of_2(size)))
+
+
+@triton.jit
+def product(a: Any, b: Any) -> Any:
+    """`a @ b` summed in float32; float32 factors are not rounded to tf32."""
+    if INTERPRETED:  # which multiplies the bits of bfloat16 numbers as integers; their products are exact in float32
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")

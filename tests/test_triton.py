@@ -1,0 +1,143 @@
+"""Triton kernels without a GPU: their numbers in the interpreter, their code from the ahead-of-time compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import linear_attention as linear
+from memzoo.kernels import registry
+from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.registry import Problem, explain
+from memzoo.kernels.short_conv import OP as SHORT_CONV
+from memzoo.kernels.short_conv import make_inputs, short_conv
+
+triton = pytest.importorskip("triton")
+import scripts  # noqa: E402
+
+TESTS = Path(__file__).resolve().parent
+OPS = ["short_conv", "linear_attention", "delta_rule"]
+pytestmark = pytest.mark.skipif(
+    triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
+)
+
+
+@pytest.fixture(scope="module")
+def resources() -> ModuleType:
+    return scripts.load("benchmarks/triton_resources.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [*OPS, "model"])
+def test_parity_in_the_interpreter(op: str) -> None:
+    """`triton_parity.py` in a process with TRITON_INTERPRET=1."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "triton_parity.py", "-k", op]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_compile(op: str, resources: ModuleType) -> None:
+    """For one of the targets; what all of them give is recorded. Offsets are int64."""
+    for launch in resources.launches(op, torch.bfloat16):
+        kernel = resources.compiled(launch, "sm_90")
+        assert kernel.asm["cubin"]
+        assert not narrow_offsets(kernel.asm["ttir"]), launch.kernel.__name__
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_fit_the_chips(op: str, resources: ModuleType) -> None:
+    """By the record that `benchmarks/triton_resources.py` made of exactly these programs: nothing is spilled, shared
+    memory is what the smallest chip of a class has, matrix products are on tensor cores."""
+    record = json.loads((scripts.ROOT / "benchmarks/results/triton_resources.json").read_text())
+    assert record["sources"][op] == resources.fingerprint(op), "the kernels have changed: run the script again"
+    units = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "MMA", "gfx942": "v_mfma"}
+    for launch in resources.launches(op, torch.bfloat16):
+        program = resources.program(launch)
+        for target in resources.TARGETS:
+            expected = {"op": op, "inputs": "bfloat16", "target": target, **program}
+            row = next((r for r in record["kernels"] if expected.items() <= r.items()), None)
+            assert row is not None, f"not in the record: {expected}"
+            assert row["spilled"] == 0, row
+            assert row["shared"] <= (64 if target == "gfx942" else 99) * 1024, row
+            if op != "short_conv" and program["kernel"] != "step_kernel":
+                assert any(units[target] in name and row[name] > 0 for name in row.keys() - expected.keys()), row
+
+
+def narrow_offsets(ir: str) -> list[str]:
+    """Steps from a pointer by 32-bit offsets that are no constants of the source."""
+    steps = re.findall(r"(tt\.addptr %\S+, (%\S+) : .*i32)", ir)
+    constants = set(re.findall(r"(%\S+) = arith\.constant", ir))
+    return [step for step, offset in steps if offset not in constants]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("sizes", [{"batch": 1, "tokens": 1 << 20}, {"batch": 70_000, "tokens": 1}], ids=str)
+def test_grids_fit_long_and_many_sequences(op: str, sizes: dict[str, int], resources: ModuleType) -> None:
+    for launch in resources.launches(op, torch.bfloat16, **sizes):
+        assert 0 < launch.programs < 2**31
+
+
+def test_a_grid_too_long_is_refused(resources: ModuleType) -> None:
+    with pytest.raises(ValueError, match="expected at most 2147483647 programs"):
+        resources.launches("short_conv", torch.bfloat16, batch=1 << 16, tokens=1 << 20, channels=1 << 10)
+
+
+def test_tensors_on_a_cpu_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'triton' was asked for but cannot compute .* needs a GPU"):
+        short_conv(**make_inputs(dtype=torch.float32), backend="triton")
+    monkeypatch.setattr(registry, "INTERPRETED", True)  # as if set after triton was imported
+    with pytest.raises(ValueError, match=r"expected tensors on a GPU, got cpu. Set TRITON_INTERPRET=1 before"):
+        short_conv(**make_inputs(dtype=torch.float32), backend="triton")
+    with pytest.raises(ValueError, match="computes float32 and bfloat16"):
+        short_conv(**make_inputs(dtype=torch.float64), backend="triton")
+
+
+def test_a_gpu_takes_triton_by_itself() -> None:
+    """Whether or not triton is installed: a choice that depended on it would change results in silence."""
+    assert explain(SHORT_CONV, Problem("cuda", "torch.bfloat16"))["triton"] is None
+    assert SHORT_CONV.names()[0] == "triton"
+
+
+@pytest.mark.parametrize("rule", [linear_attention, delta_rule], ids=lambda rule: rule.__name__)
+def test_compiles_into_one_graph(rule: Callable) -> None:
+    """On a CPU with the chunked path; on (fake) GPU tensors with Triton's operators, backward included."""
+    module = {"linear_attention": linear, "delta_rule": delta}[rule.__name__]
+    args = module.make_inputs(tokens=5, dtype=torch.float32)
+    for got, want in zip(torch.compile(rule, fullgraph=True, backend="eager")(**args), rule(**args), strict=True):
+        assert torch.equal(got, want)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        leaves = {n: torch.empty(x.shape, device="cuda", requires_grad=True) for n, x in args.items()}
+        y, state = rule(**leaves)
+        gradients = torch.autograd.grad(y.sum() + state.sum(), list(leaves.values()))
+        with torch.no_grad():  # one token, where reading a tensor's values would raise, as it would in a CUDA graph
+            rule(**{n: x if n == "state" else x[:, :1] for n, x in leaves.items()})
+    assert (y.shape, state.shape) == (args["query"].shape[:3] + args["state"].shape[3:], args["state"].shape)
+    assert [g.shape for g in gradients] == [x.shape for x in args.values()]
+
+
+def test_without_triton_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = SHORT_CONV.backends[0].entry
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [n for n in sys.modules if n.startswith("memzoo.kernels") and "triton" in n]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(registry, "_loaded", dict[str, Any]())
+    with pytest.raises(ImportError, match=r"expected the package triton, which is not installed. Install it"):
+        registry.select(SHORT_CONV, Problem("cuda", "torch.bfloat16"), "triton")
+    assert entry not in registry._loaded

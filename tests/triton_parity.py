@@ -1,0 +1,178 @@
+"""Triton kernels on the CPU, in triton's interpreter, against the reference in float64.
+
+Not collected by name: `test_triton.py` starts it in processes with TRITON_INTERPRET=1, which must be there before
+triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tolerances import MODEL, OP, close
+from torch import Tensor
+
+from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import linear_attention as linear
+from memzoo.kernels import short_conv as conv
+from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.linear_attention import triton as linear_triton
+from memzoo.kernels.short_conv import short_conv
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks within a few tokens, since an interpreted operation takes a tenth of a millisecond."""
+    chunks(monkeypatch, 16)
+
+
+def chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(linear_triton, "CHUNK", {torch.float32: size, torch.bfloat16: size})
+
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def results(rule: Callable, args: dict[str, Any], backend: str, **options: Any) -> list[Tensor]:
+    """Outputs, final state and the gradient of every tensor among the arguments."""
+    leaves = {n: x.clone().requires_grad_() for n, x in args.items() if isinstance(x, Tensor)}
+    y, state = rule(**{**args, **leaves}, **options, backend=backend)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    loss = (y * weights).sum() + state.square().sum()
+    return [y, state, *torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)]
+
+
+def agree(rule: Callable, args: dict[str, Any], dtype: torch.dtype, **options: Any) -> None:
+    """The kernels, on inputs rounded to `dtype` (but for a state), beside the reference on the same numbers."""
+    narrow = {
+        n: x.to(torch.float32 if n == "state" else dtype) if isinstance(x, Tensor) else x for n, x in args.items()
+    }
+    exact = {n: x.double() if isinstance(x, Tensor) else x for n, x in narrow.items()}
+    wants = results(rule, exact, "reference", **options)
+    for got, want in zip(results(rule, narrow, "triton", **options), wants, strict=True):
+        if want.numel():
+            close(got.double(), want, OP[dtype])
+    with torch.no_grad():  # where a single token has a kernel of its own
+        for got, want in zip(rule(**narrow, **options, backend="triton"), wants, strict=False):
+            if want.numel():
+                close(got.double(), want, OP[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("tokens", "width", "activation"), [(1, 4, "silu"), (1, 1, None), (2, 4, None), (37, 4, "silu"), (5, 2, "silu")]
+)
+def test_short_conv(tokens: int, width: int, activation: str | None, dtype: torch.dtype) -> None:
+    args = conv.make_inputs(batch=3, tokens=tokens, channels=20, width=width)
+    agree(short_conv, args, dtype, activation=activation)
+
+
+def test_short_conv_of_strided_and_ragged_rows() -> None:
+    args = conv.make_inputs(tokens=7, dtype=torch.float32)
+    x = torch.stack([args["x"], -args["x"]], dim=2)[:, :, 0]
+    lengths = torch.tensor([2, 7])
+    got, want = (
+        short_conv(x, args["weight"], args["tail"], lengths=lengths, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    close(got[0][0, :2], want[0][0, :2], OP[torch.float32])
+    close(got[0][1], want[0][1], OP[torch.float32])
+    assert torch.equal(got[1], want[1])
+
+
+LINEAR: dict[str, dict[str, Any]] = {
+    "one": {"tokens": 1, "heads": 1},
+    "chunk": {"batch": 1, "tokens": 16, "heads": 1, "log_retention": None},
+    "tiles": {"batch": 1, "tokens": 17, "heads": 1, "key_dim": 40, "value_dim": 70},
+    "streams": {"batch": 1, "tokens": 37, "heads": 3, "key_dim": 20, "value_dim": 24, "streams": 2},
+}
+
+
+def split_case(case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sizes for `make_inputs`, and arguments that replace what it makes."""
+    replaced = {n: x for n, x in case.items() if n in ("log_retention", "erase_key", "erase_after_decay")}
+    return {n: x for n, x in case.items() if n not in replaced}, replaced
+
+
+@dtypes
+@pytest.mark.parametrize("case", LINEAR)
+def test_linear_attention(case: str, dtype: torch.dtype) -> None:
+    sizes, replaced = split_case(LINEAR[case])
+    agree(linear_attention, {**linear.make_inputs(**sizes), **replaced}, dtype)
+
+
+DELTA: dict[str, dict[str, Any]] = {
+    "one": {"tokens": 1, "heads": 1},
+    "one-after": {"tokens": 1, "heads": 1, "erase_key": None, "erase_after_decay": True},
+    "deltanet": {"batch": 1, "tokens": 15, "heads": 1, "log_retention": None, "erase_key": None},
+    "gated": {"tokens": 17, "heads": 1, "erase_key": None, "erase_after_decay": True},
+    "comba": {"batch": 1, "tokens": 37, "heads": 3, "key_dim": 20, "value_dim": 40},
+}
+
+
+@dtypes
+@pytest.mark.parametrize("case", DELTA)
+def test_delta_rule(case: str, dtype: torch.dtype) -> None:
+    sizes, replaced = split_case(DELTA[case])
+    agree(delta_rule, {**delta.make_inputs(**sizes), **replaced}, dtype)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_delta_rule_joins_the_inverses_of_its_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks(monkeypatch, size)
+    agree(delta_rule, delta.make_inputs(batch=1, tokens=size + 3, heads=1), torch.float32)
+
+
+def test_delta_rule_of_one_key_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where powers of the system grow like binomials, and only their alternating sum is small."""
+    chunks(monkeypatch, 64)
+    args = delta.make_inputs(batch=1, tokens=64, heads=1)
+    key = args["key"][:, :1].expand_as(args["key"])
+    args = {**args, "key": key, "erase_key": None, "log_retention": None, "strength": torch.ones(1, 64, 1).double()}
+    agree(delta_rule, args, torch.float32)
+
+
+@pytest.mark.parametrize("rule", [linear_attention, delta_rule], ids=lambda rule: rule.__name__)
+def test_gates_at_their_limits_and_ragged_rows(rule: Callable) -> None:
+    module = {"linear_attention": linear, "delta_rule": delta}[rule.__name__]
+    args = module.make_inputs(tokens=19, heads=1, dtype=torch.float32)
+    limits = torch.zeros_like(args["log_retention"])
+    limits[:, ::3] = -torch.inf
+    args = {**args, "log_retention": limits}
+    lengths, found = torch.tensor([0, 18]), {}
+    for backend in ("triton", "reference"):
+        found[backend] = results(rule, args, backend, lengths=lengths)
+        found[backend][0] = found[backend][0][1:, :18]
+    assert torch.equal(found["triton"][1][0], args["state"][0])
+    names = [n for n, x in args.items() if isinstance(x, Tensor)]
+    for name, got, want in zip(["y", "end", *names], found["triton"], found["reference"], strict=True):
+        # Outputs beyond a row's length are unspecified, and the loss has read them: their queries differ.
+        if name != "query":
+            close(got, want, OP[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["retnet-e1", "swla-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1"])
+def test_model(name: str) -> None:
+    """Prefill in two pieces and decoding with Triton are one pass with torch; so are the gradients."""
+    wanted = zoo.build(name).eval()
+    model = zoo.build(name, kernel_backend="triton").eval()
+    ids = zoo.tokens(2, 20)
+    with torch.no_grad():
+        want = wanted(ids).logits
+        first = model(ids[:, :18])
+        rest, cache = [first.logits], first.cache
+        for t in (18, 19):
+            step = model(ids[:, t : t + 1], cache=cache)
+            rest.append(step.logits)
+            cache = step.cache
+    close(torch.cat(rest, dim=1), want, MODEL[torch.float32])
+    if name == "comba-e1":
+        gradients = []
+        for each in (model, wanted):
+            loss = each(ids[:1, :9], labels=ids[:1, :9]).loss
+            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(each.parameters()))]))
+        close(*gradients, MODEL[torch.float32])
