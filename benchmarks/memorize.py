@@ -21,7 +21,7 @@ constants are ours, and so are these: attention's and f's outputs are scaled to 
 momentum is 0.9. The memories are the zoo's, a matrix that starts at zero, `W_1 gelu(W_2 x)` and its gated form, four
 times as wide inside as outside, without the `x +` of a layer, which a mapping would have to take away again. The step
 size of every mapping, memory and optimizer is the one of the optimizer's powers of two whose mean error is smallest on
-sequences (with mappings of their own) that are not reported.
+sequences (with mappings of their own) that are not reported, where it may still diverge: such an error is `null`.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ def errors(key: Tensor, value: Tensor, memory: Memory, optimizer: Optimizer, ste
     return ((y - wanted).square().sum(-1) / power[:, None, None]).movedim(1, 2)
 
 
+def finite(x: Tensor) -> float | None:
+    """The number, if it is one."""
+    return float(x) if x.isfinite() else None
+
+
 def measure(tokens: int, sequences: int) -> list[dict[str, Any]]:
     """A row for every mapping, memory and optimizer: the best step size, and its errors on sequences of its own."""
     seeds = range(2 * sequences)  # the first half chooses the step size, the second is reported
@@ -184,10 +189,10 @@ def measure(tokens: int, sequences: int) -> list[dict[str, Any]]:
                     "optimizer": optimizer,
                     "step_size": steps[best],
                     "at_edge_of_grid": best in (0, len(steps) - 1),
-                    "error": float(chosen.mean()),
-                    "last_quarter": float(last.mean()),
-                    "last_quarter_deviation": float(last.std()) if sequences > 1 else 0.0,
-                    "curve": [float(part.mean()) for part in chosen.split(BUCKET, dim=1)],
+                    "error": finite(chosen.mean()),
+                    "last_quarter": finite(last.mean()),
+                    "last_quarter_deviation": finite(last.std(correction=0)),
+                    "curve": [finite(part.mean()) for part in chosen.split(BUCKET, dim=1)],
                 }
             )
     return rows
@@ -198,7 +203,8 @@ def report(rows: list[dict[str, Any]]) -> str:
 
     def cell(row: dict[str, Any]) -> str:
         error, deviation = row["last_quarter"], row["last_quarter_deviation"]
-        return f"{error:.3f} +- {deviation:.3f} at 2^{math.log2(row['step_size']):.0f}"
+        found = "diverged" if error is None else f"{error:.3f} +- {deviation:.3f}"
+        return f"{found} at 2^{math.log2(row['step_size']):.0f}"
 
     lines = [
         {row["optimizer"]: cell(row) for row in rows if (row["mapping"], row["memory"]) == name} | {"": ", ".join(name)}
@@ -218,9 +224,10 @@ def draw(rows: list[dict[str, Any]], tokens: int, path: Path) -> None:
         for row in (row for row in rows if row["mapping"] == mapping):
             places = [BUCKET * (i + 0.5) for i in range(len(row["curve"]))]
             style, color = styles[row["memory"]], colors[row["optimizer"]]
-            panel.plot(places, row["curve"], style, color=color, label=f"{row['memory']}, {row['optimizer']}")
+            curve = [math.nan if error is None else error for error in row["curve"]]
+            panel.plot(places, curve, style, color=color, label=f"{row['memory']}, {row['optimizer']}")
         panel.axhline(1, color="black", linewidth=0.5)
-        panel.set(yscale="log", xlim=(0, tokens), xlabel="Pairs read", title=mapping)
+        panel.set(yscale="log", xlim=(0, tokens), ylim=(0.02, 4), xlabel="Pairs read", title=mapping)
     panels[0].set_ylabel("Error of the next pair (1: says nothing)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels) // len(MEMORIES), frameon=False)

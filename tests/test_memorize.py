@@ -71,6 +71,15 @@ def test_attention_sees_its_window(memorize: ModuleType, monkeypatch: pytest.Mon
             assert bool(changed[t]) == (s <= t < s + (window or 9)), (s, t)
 
 
+def test_divergence_is_no_number(memorize: ModuleType) -> None:
+    assert memorize.finite(torch.tensor(0.5)) == 0.5
+    assert memorize.finite(torch.tensor(math.inf)) is memorize.finite(torch.tensor(math.nan)) is None
+    row = {"mapping": "mlp", "memory": "linear", "optimizer": "gd", "step_size": 0.5, "last_quarter": None}
+    rows = [{**row, "mapping": f, "memory": m, "optimizer": o, "last_quarter_deviation": None}
+            for f in memorize.MAPPINGS for m in memorize.MEMORIES for o in memorize.OPTIMIZERS]  # fmt: skip
+    assert memorize.report(rows).count("diverged at 2^-1") == len(rows)
+
+
 def test_the_script_writes_what_it_says(
     memorize: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
