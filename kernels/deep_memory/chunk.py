@@ -1,8 +1,8 @@
 """A chunk of the deep memory as matrix products, forward and backward.
 
-Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Nothing runs
-under autograd; each backward is written out below its forward. Products are `torch.bmm`, since at a single token what
-`@` does around it costs as much as the product.
+Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Each backward
+is written out below its forward; what Muon at every token takes of this runs under autograd as well. Products are
+`torch.bmm`, since at a single token what `@` does around it costs as much as the product.
 
 For layer l with inputs `x`, deltas `d` (R rows: the chunk's tokens, and those before it that a window reaches) and the
 coefficients of `Coefficients`, a read and the next anchor are
@@ -14,7 +14,6 @@ coefficients of `Coefficients`, a read and the next anchor are
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -316,9 +315,9 @@ def inner_gradients(
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
         norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
-        norm = functools.reduce(torch.hypot, norms)
-        if float(norm.amax()) > network.max_gradient_norm:
-            clip = (network.max_gradient_norm / norm).clamp(max=1)
+        norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))
+        if bool((norm > network.max_gradient_norm).any()):
+            clip = (norm / network.max_gradient_norm).clamp(min=1).reciprocal()
             deltas = [d * clip for d in deltas]
     return Inner(inputs, deltas, unclipped, clip, hidden, back)
 
