@@ -1,8 +1,8 @@
 """A chunk of the deep memory as matrix products, forward and backward.
 
-Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Each backward
-is written out below its forward; what Muon at every token takes of this runs under autograd as well. Products are
-`torch.bmm`, since at a single token what `@` does around it costs as much as the product.
+Here rows and heads are one leading dimension `M = B H`: sequences are `[M, C, D]`, weights `[M, out, in]`. Each
+backward is written out below its forward; what Muon at every token takes of this runs under autograd as well.
+Products are `torch.bmm`, since at a single token what `@` does around it costs as much as the product.
 
 For layer l with inputs `x`, deltas `d` (R rows: the chunk's tokens, and those before it that a window reaches) and the
 coefficients of `Coefficients`, a read and the next anchor are
