@@ -65,7 +65,10 @@ def test_kernels_compile(op: str, resources: ModuleType) -> None:
 def test_kernels_fit_the_chips(op: str, resources: ModuleType) -> None:
     """By the record that `benchmarks/triton_resources.py` made of exactly these programs: nothing is spilled, shared
     memory is what the smallest chip of a class has, matrix products are on tensor cores."""
-    record = json.loads((scripts.ROOT / "benchmarks/results/triton_resources.json").read_text())
+    path = scripts.ROOT / "benchmarks/results/triton_resources.json"
+    if not path.exists():
+        pytest.skip(f"no record has been made: run benchmarks/triton_resources.py --json {path}")
+    record = json.loads(path.read_text())
     assert record["sources"][op] == resources.fingerprint(op), "the kernels have changed: run the script again"
     units = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "MMA", "gfx942": "v_mfma"}
     for launch in resources.launches(op, torch.bfloat16):

@@ -274,6 +274,8 @@ def query_key_gradient_kernel(
         # What passes from before the chunk to t, from before it to after it, and, below, from i to after it and to t.
         d_gate = tl.cumsum(tl.sum(d_q * q.to(tl.float32), axis=1), axis=0, reverse=True)
         d_gate += over_chunk * whole(p_gate, first, last, H, HAS_GATE, C)
+    decay = intervals(p_gate, first, last, H, HAS_GATE, C, 0)
+    keep = to_end(p_gate, first, last, H, HAS_GATE, C)
     for stream in range(J):
         j = tl.cast(stream, tl.int64)
         d_scores = tl.zeros([C, C], tl.float32)
@@ -286,16 +288,15 @@ def query_key_gradient_kernel(
             d_scores += product(d_y, tl.trans(v))
             d_k += product(v, tl.trans(d_state))
         k = load_rows(p_k + o_k + j * H * K, token, k_column, J * H * K, token < T, K).to(q.dtype)
-        d_k *= to_end(p_gate, first, last, H, HAS_GATE, C)[:, None]
-        d_scores *= intervals(p_gate, first, last, H, HAS_GATE, C, 0)  # here, where few other tiles are held
+        d_k *= keep[:, None]
+        d_scores *= decay
         if HAS_GATE:
             out = tl.sum(d_k * k.to(tl.float32), axis=1)
             d_gate += tl.cumsum(out, axis=0) - out
+            d_gate += over_gates(d_scores * product(q, tl.trans(k)), C)
         d_q += product(d_scores.to(q.dtype), k)
         d_k += product(tl.trans(d_scores.to(q.dtype)), q)
         store_rows(p_dk + o_k + j * H * K, d_k, token, k_column, J * H * K, token < T, K)
-        if HAS_GATE:
-            d_gate += over_gates(d_scores * product(q, tl.trans(k)), C)
     store_rows(p_dq + o_q, d_q, token, k_column, H * K, token < T, K)
     if HAS_GATE:
         p_dgate += ((i_k * (tl.num_programs(0) // (chunks * H * tl.cdiv(K, BK))) + i_b) * T * H) + i_h
@@ -469,10 +470,7 @@ def query_key_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of the query, the key and the gate, of what `read_out` and `chunk_states` do."""
     batch, tokens, heads, width = query.shape
-    block = {
-        **tiles(width, sizes["V"], states.dtype),
-        "BV": 32,
-    }  # five tiles of columns at once fill an A100's registers
+    block = tiles(width, sizes["V"], states.dtype)
     parts = triton.cdiv(width, block["BK"])
     d_query, d_key = torch.empty_like(query), torch.empty_like(key)
     d_gate = None if gate is None else query.new_empty(parts, batch, tokens, heads, dtype=torch.float32)
