@@ -100,7 +100,7 @@ def tile(size: int, most: int, least: int = 16) -> int:
 
 
 @triton.jit
-def product(a: Any, b: Any) -> Any:
+def product(a, b):  # type: ignore[no-untyped-def]  # of Triton's types
     """`a @ b` summed in float32; float32 factors are not rounded to tf32."""
     if INTERPRETED:  # which multiplies the bits of bfloat16 numbers as integers; their products are exact in float32
         a, b = a.to(tl.float32), b.to(tl.float32)

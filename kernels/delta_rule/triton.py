@@ -154,7 +154,7 @@ def prepare_kernel(
     system *= intervals(p_gate, first, last, H, HAS_GATE, C, BACK) * strength[:, None]
     inner, outer = tl.arange(0, C)[None, :], tl.arange(0, C)[:, None]
     solve = inverse(tl.where(inner < outer, system, 0.0), C)
-    tl.store(p_inverse + i_chunk * C * C + outer.to(tl.int64) * C + inner, solve.to(like))
+    tl.store(p_inverse + (i_chunk * C * C + outer.to(tl.int64) * C + inner), solve.to(like))
     solve = solve.to(like)
     for i_v in range(tl.cdiv(V, BV)):
         v_column = columns(i_v, BV)
@@ -300,7 +300,7 @@ def right_gradient_kernel(
     p_states += i_chunk * K * V
     strength = tl.load(p_strength + o_gate + token * H, mask=token < T, other=0.0).to(tl.float32)
     inner, outer = tl.arange(0, C)[None, :], tl.arange(0, C)[:, None]
-    back = tl.trans(tl.load(p_inverse + i_chunk * C * C + outer.to(tl.int64) * C + inner))
+    back = tl.trans(tl.load(p_inverse + (i_chunk * C * C + outer.to(tl.int64) * C + inner)))
     d_system = tl.zeros([C, C], tl.float32)
     d_strength = tl.zeros([C], tl.float32)
     for i_v in range(tl.cdiv(V, BV)):
@@ -326,7 +326,7 @@ def right_gradient_kernel(
         store_rows(p_dright + o_k, d_right, token, k_column, H * K, token < T, K)
     tl.store(p_dstrength + o_gate + token * H, d_strength, mask=token < T)
     d_system = tl.where(inner < outer, d_system, 0.0)
-    tl.store(p_dsystem + i_chunk * C * C + outer.to(tl.int64) * C + inner, d_system)
+    tl.store(p_dsystem + (i_chunk * C * C + outer.to(tl.int64) * C + inner), d_system)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -371,7 +371,7 @@ def system_gradient_kernel(
     strength = tl.load(p_strength + o_gate + token * H, mask=token < T, other=0.0).to(tl.float32)
     inner, outer = tl.arange(0, C)[None, :], tl.arange(0, C)[:, None]
     like: tl.constexpr = p_dright.dtype.element_ty
-    d_system = tl.load(p_dsystem + i_chunk * C * C + outer.to(tl.int64) * C + inner)
+    d_system = tl.load(p_dsystem + (i_chunk * C * C + outer.to(tl.int64) * C + inner))
     d_system *= intervals(p_gate, first, last, H, HAS_GATE, C, BACK)
     passing = d_system * overlaps(p_p + o_k, p_k + o_k, token, T, H, K, C, BK, like)
     d_strength = tl.load(p_dstrength_before + o_gate + token * H, mask=token < T, other=0.0) + tl.sum(passing, axis=1)
