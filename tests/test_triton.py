@@ -120,20 +120,18 @@ def test_a_gpu_takes_triton_by_itself() -> None:
 
 @pytest.mark.parametrize("rule", [linear_attention, delta_rule], ids=lambda rule: rule.__name__)
 def test_compiles_into_one_graph(rule: Callable) -> None:
-    """On a CPU with the chunked path; on (fake) GPU tensors with Triton's operators, backward included."""
+    """On a CPU with the chunked path; on (fake) GPU tensors, forward: a torch without CUDA has no autograd for them."""
     module = {"linear_attention": linear, "delta_rule": delta}[rule.__name__]
     args = module.make_inputs(tokens=5, dtype=torch.float32)
     wanted = rule(**args)  # first, since a backend that is not loaded yet is an import, which no graph holds
     for got, want in zip(torch.compile(rule, fullgraph=True, backend="eager")(**args), wanted, strict=True):
         assert torch.equal(got, want)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        leaves = {n: torch.empty(x.shape, device="cuda", requires_grad=True) for n, x in args.items()}
-        y, state = rule(**leaves)
-        gradients = torch.autograd.grad(y.sum() + state.sum(), list(leaves.values()))
-        with torch.no_grad():  # one token, where reading a tensor's values would raise, as it would in a CUDA graph
-            rule(**{n: x if n == "state" else x[:, :1] for n, x in leaves.items()})
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        y, state = rule(**{name: torch.empty(x.shape, device="cuda") for name, x in args.items()})
+        # One token, where reading a tensor's values would raise, as it would in a CUDA graph.
+        one = module.make_inputs(tokens=1)
+        rule(**{name: torch.empty(x.shape, device="cuda") for name, x in one.items()})
     assert (y.shape, state.shape) == (args["query"].shape[:3] + args["state"].shape[3:], args["state"].shape)
-    assert [g.shape for g in gradients] == [x.shape for x in args.values()]
 
 
 def test_without_triton_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
