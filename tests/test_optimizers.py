@@ -218,6 +218,32 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         ProteusAdamW(parameter_groups(Net()), **options)
 
 
+def test_a_schedule_that_gates_nothing_or_does_not_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="unit_axis: expected the axis of the hidden units in some group"):
+        ProteusAdamW(Net().parameters(), blocks=2, total_steps=10)
+    groups = parameter_groups(Net(), periods={r".": 8})
+    with pytest.raises(ValueError, match=r"all 3 blocks open after 6 steps .* got '16 for the last"):
+        ProteusAdamW(groups, blocks=3, total_steps=12)
+
+
+def test_a_sum_is_applied_where_its_last_gradient_is_missing() -> None:
+    """Two steps to an update, a gradient in the first alone: the update of that gradient, at the second."""
+    ends = []
+    for period in (1, 2):
+        p = nn.Parameter(torch.ones(3))
+        optimizer = ProteusAdamW([{"params": [p], "period": period}], **OPTIONS)
+        for gradient in [torch.arange(3.0), *[None] * (period - 1)]:
+            p.grad = gradient
+            optimizer.step()
+        ends.append(p.detach().clone())
+        p.grad = None
+        for _ in range(2 * period):  # nothing is left
+            optimizer.step()
+        assert torch.equal(p, ends[-1])
+    assert torch.equal(*ends)
+    assert not torch.equal(ends[0], torch.ones(3))
+
+
 def test_replaced_parameters_are_noticed() -> None:
     model = Net()
     optimizer = ProteusAdamW(parameter_groups(model), blocks=3, total_steps=9)

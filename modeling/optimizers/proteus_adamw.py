@@ -109,7 +109,8 @@ class ProteusAdamW(Optimizer):
     `ProteusCallback`.
 
     Raises:
-        ValueError: settings out of range, a parameter with fewer units than blocks, an unarmed parameter.
+        ValueError: settings out of range, a parameter with fewer units than blocks, blocks that no group has an axis
+            for, a schedule that would not end within the horizon, an unarmed parameter.
 
     Cost: two moments per weight as AdamW, one sum more where C > 1; time of AdamW on the open weights, in one slice per
     block.
@@ -159,6 +160,14 @@ class ProteusAdamW(Optimizer):
         }
         self._armed = WeakIdKeyDictionary()
         super().__init__(params, defaults)
+        masked = [group for group in self.param_groups if _is_masked(group)]
+        fits = blocks == 1 or bool(masked)
+        _expect(fits, "unit_axis", "the axis of the hidden units in some group, as parameter_groups gives it", None)
+        for group in masked:
+            last, horizon_steps = self._schedule(group).unlock[-1], group["horizon_steps"]
+            expected = f"all {group['blocks']} blocks open after {horizon_steps} steps (horizon x total_steps)"
+            cure = f"{last} for the last. Take fewer blocks, more steps, or periods that divide one another"
+            _expect(last <= horizon_steps, "blocks", expected, cure)
         self.arm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -180,10 +189,12 @@ class ProteusAdamW(Optimizer):
     def _open(self, group: dict[str, Any]) -> int:
         if group["blocks"] == 1:
             return 1
+        return sum(before <= group["steps_done"] for before in self._schedule(group).unlock)
+
+    def _schedule(self, group: dict[str, Any]) -> CapacitySchedule:
         align = math.lcm(*(other["period"] for other in self.param_groups))
         interval = -(-max(1, group["horizon_steps"] // group["blocks"]) // align) * align
-        schedule = CapacitySchedule(group["blocks"], interval * group["blocks"])
-        return sum(before <= group["steps_done"] for before in schedule.unlock)
+        return CapacitySchedule(group["blocks"], interval * group["blocks"])
 
     def arm(self) -> None:
         """See to it that the gradients of closed units are zero as they arrive; needed again for new parameters."""
@@ -233,14 +244,17 @@ class ProteusAdamW(Optimizer):
 
     def _step(self, group: dict[str, Any], count: int) -> None:
         due, sums = group["steps_done"] % group["period"] == 0, group["period"] > 1
-        # The open slices of weights, new gradients, gradients to apply, moments; their counters.
-        weights, new, gradients, first, second, counters = ([] for _ in range(6))
+        # The open slices of weights, sums and what they grow by, gradients to apply, moments; their counters.
+        weights, grown, new, gradients, first, second, counters = ([] for _ in range(7))
         for parameter in group["params"]:
-            if parameter.grad is None:
+            if parameter.grad is None and not (due and self._is_pending(parameter)):
                 continue
             cut, state = self._slices(parameter, group), self._state(parameter, group, count)
-            new += cut(parameter.grad)[:count]
-            gradients += cut(state["gradient_sum"] if sums else parameter.grad)[:count]
+            slices = cut(state["gradient_sum"] if sums else parameter.grad)[:count]
+            gradients += slices
+            if sums and parameter.grad is not None:
+                grown += slices
+                new += cut(parameter.grad)[:count]
             first += cut(state["exp_avg"])[:count]
             second += cut(state["exp_avg_sq"])[:count]
             counted = [state["step"]] if state["step"].ndim == 0 else list(state["step"])
@@ -253,9 +267,9 @@ class ProteusAdamW(Optimizer):
             if due and not group["gate_weight_decay"]:
                 for piece in pieces[count:]:
                     piece.mul_(1 - group["lr"] * group["weight_decay"])
-        if sums and new:
-            torch._foreach_add_(gradients, new)
-        if not due or not new:
+        if new:
+            torch._foreach_add_(grown, new)
+        if not due or not gradients:
             return
         adamw(
             weights,
@@ -276,6 +290,11 @@ class ProteusAdamW(Optimizer):
         )
         if sums:
             torch._foreach_zero_(gradients)
+
+    def _is_pending(self, parameter: Tensor) -> bool:
+        """Whether a parameter without a gradient at this step had one since its last update."""
+        gradient_sum = self.state.get(parameter, {}).get("gradient_sum")
+        return gradient_sum is not None and bool(_local(gradient_sum).any())
 
     def _state(self, parameter: Tensor, group: dict[str, Any], count: int) -> dict[str, Tensor]:
         if _is_masked(group) and parameter not in self._armed:
