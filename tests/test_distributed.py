@@ -49,7 +49,7 @@ def test_two_processes_train_as_one(mode: str, alone: tuple[Path, dict[str, list
     """The same losses; a checkpoint that loads, holds the weights of one process and continues where training ended."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parent)}
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH.split(), str(WORKER), mode, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     folder, losses = alone
     for case in distributed_worker.cases(mode):
