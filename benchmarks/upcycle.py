@@ -14,39 +14,23 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
 import math
-import os
-import platform
-import shlex
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+
+import quickstart
 import torch
-import transformers
+from record import about, write_json
 from torch import Tensor
 from tqdm import trange
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_cosine_schedule_with_warmup
 
-import memzoo
 from memzoo.conversion.upcycle import FREEZE, TARGETS, freeze, upcycle
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def quickstart() -> ModuleType:
-    """The quickstart as a module, for how it reads text and measures losses."""
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples" / "quickstart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["quickstart"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def smollm2(folder: Path) -> Path:
@@ -111,16 +95,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
     begin, cpu = time.perf_counter(), time.process_time()
-    shown = quickstart()
-    train_texts, held_out_texts = shown.read_files(args.text) if args.text else shown.read_plays()
+    train_texts, held_out_texts = quickstart.read_files(args.text) if args.text else quickstart.read_plays()
     with tempfile.TemporaryDirectory() as work:
         source = args.source or smollm2(Path(work) / "source")
         tokenizer = AutoTokenizer.from_pretrained(source)
-        train_ids, held_out_ids = (shown.encode(tokenizer, texts) for texts in (train_texts, held_out_texts))
-        rows = shown.windows(train_ids, args.context, args.context, "training", args.steps)
+        train_ids, held_out_ids = (quickstart.encode(tokenizer, texts) for texts in (train_texts, held_out_texts))
+        rows = quickstart.windows(train_ids, args.context, args.context, "training", args.steps)
         generator = torch.Generator().manual_seed(args.seed)
         rows = rows[torch.randperm(len(rows), generator=generator)[: args.steps]]
-        held_out = shown.windows(held_out_ids, args.context + 1, args.context, "held-out", 2)
+        held_out = quickstart.windows(held_out_ids, args.context + 1, args.context, "held-out", 2)
         held_out = held_out[torch.linspace(0, len(held_out) - 1, min(len(held_out), args.held_out)).long()]
         memory = {"memory_depth": args.memory_depth, "chunk_size": args.chunk}
         options = memory if args.to.startswith("titans") else {}
@@ -132,10 +115,10 @@ def main(argv: list[str] | None = None) -> None:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             with torch.no_grad():
                 logits.append(model(held_out[:1, :-1]).logits)
-            before = shown.losses(model, held_out, name)
+            before = quickstart.losses(model, held_out, name)
             trained = model.num_parameters() if name == "source" else freeze(model, args.freeze)
             history = fine_tune(model, rows, args, name)
-            after = shown.losses(model, held_out, name)
+            after = quickstart.losses(model, held_out, name)
             runs[name] = {
                 "parameters": model.num_parameters(),
                 "trained": trained,
@@ -148,12 +131,9 @@ def main(argv: list[str] | None = None) -> None:
             del model
             gc.collect()
     change = torch.tensor(runs[args.to]["held_out_losses"]) - torch.tensor(runs["source"]["held_out_losses"])
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     results = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/upcycle.py", *(argv if argv is not None else sys.argv[1:])]),
-        "machine": platform.machine(),
-        "versions": {x.__name__: x.__version__ for x in (torch, transformers, memzoo)},
-        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        **about("upcycle.py", sys.argv[1:] if argv is None else argv, settings),
         "training_tokens": rows.numel(),
         "held_out_tokens": held_out[:, 1:].numel(),
         "largest_logit_difference": float((logits[0] - logits[1]).abs().max()),
@@ -173,10 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{results['change_percent']:+.2f} +- {results['change_error_percent']:.2f} % beside the source"
     )
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        beside = args.json.with_suffix(".partial")
-        beside.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(beside, args.json)
+        write_json(args.json, results)
 
 
 if __name__ == "__main__":
