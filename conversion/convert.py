@@ -162,15 +162,20 @@ def _json(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m memzoo.conversion.convert", description="Convert a checkpoint.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that makes one checkpoint of another."""
     parser.add_argument("source", metavar="SRC", help="a folder, or a repository of the Hub")
     parser.add_argument("destination", metavar="DST", help="a folder that does not exist yet")
-    parser.add_argument("--to", choices=(OURS, *TARGETS), help="library or architecture to write; memzoo by default")
     parser.add_argument("--revision", help="of a repository of the Hub")
     parser.add_argument("--ignore", nargs="*", default=(), metavar="NAME", help="options of config.json to leave out")
     parser.add_argument("--max-shard-size", default="5GB", help="of a file of weights")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m memzoo.conversion.convert", description="Convert a checkpoint.")
+    add_arguments(parser)
+    parser.add_argument("--to", choices=(OURS, *TARGETS), help="library or architecture to write; memzoo by default")
     given = parser.parse_args(arguments)
     try:
         path = convert(

@@ -37,7 +37,7 @@ from memzoo.configuration.hope import HopeAttentionConfig
 from memzoo.configuration.matrix_memory import TransformerPlusPlusConfig
 from memzoo.configuration.titans import TitansConfig
 from memzoo.conversion.checkpoint import Checkpoint, copy_files, expect_new, new_folder, write
-from memzoo.conversion.convert import expect_shapes, inward, meta_model, plan, read_source
+from memzoo.conversion.convert import add_arguments, expect_shapes, inward, meta_model, plan, read_source
 from memzoo.conversion.options import refuse
 from memzoo.conversion.tables import Piece, Recipe
 
@@ -281,16 +281,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m memzoo.conversion.upcycle",
         description="Give a pretrained transformer a memory or levels, closed at first: its logits stay as they are.",
     )
-    parser.add_argument("source", metavar="SRC", help="a folder, or a repository of the Hub")
-    parser.add_argument("destination", metavar="DST", help="a folder that does not exist yet")
+    add_arguments(parser)
     parser.add_argument("--to", choices=tuple(TARGETS), required=True, help="the model to make")
     parser.add_argument(
         "--set", nargs="*", type=_option, default=[], metavar="NAME=VALUE", help="options of the config that is made"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the new parameters")
-    parser.add_argument("--revision", help="of a repository of the Hub")
-    parser.add_argument("--ignore", nargs="*", default=(), metavar="NAME", help="options of config.json to leave out")
-    parser.add_argument("--max-shard-size", default="5GB", help="of a file of weights")
     given = parser.parse_args(arguments)
     try:
         path = upcycle(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memzoo.kernels.deep_memory import block_of_unit
+
 
 @dataclass(frozen=True)
 class CapacitySchedule:
@@ -53,3 +55,8 @@ class CapacitySchedule:
     def open_blocks(self, token: Tensor) -> Tensor:
         """`k(t)` for tokens `t` counted from 1 (any shape, int64)."""
         return (1 + torch.div(token - 1, self.interval, rounding_mode="floor")).clamp(max=self.blocks)
+
+    def is_open(self, units: int, position: Tensor, tokens: int) -> Tensor:
+        """Which of `units` each of the `tokens` after `position` `[B]` sees, `[B, T, units]`, bool."""
+        token = position[:, None] + torch.arange(1, 1 + tokens, device=position.device)
+        return block_of_unit(units, self.blocks, position.device) < self.open_blocks(token)[..., None]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memzoo.kernels import deep_exponential_memory, exponential_memory
-from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.registry import cast
 from memzoo.kernels.scan import scan, split
 from memzoo.modeling.capacity import CapacitySchedule
@@ -136,12 +135,13 @@ class ExponentialMemory(nn.Module):
     ) -> tuple[Tensor, MemoryState]:
         dtype = projected.dtype
         projected, tail = self.conv.apply_with(conv_weight, projected, cast(state.conv_tail, dtype), lengths)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in projected.split(self.widths, dim=-1))
+        qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
+        q, k = unit_length(qk.unflatten(-1, (2, self.heads, -1))).unbind(2)
         steps, forget = logits[: self.lags], logits[self.lags :]
         y, memory = self._memorize(
-            unit_length(q),
-            unit_length(k),
-            self._opened(v, state.memory.position, schedule),
+            q,
+            k,
+            self._opened(v.unflatten(-1, (self.heads, -1)), state.memory.position, schedule),
             F.logsigmoid(-forget[0]) if forget else None,
             torch.sigmoid(torch.stack(steps, dim=-1)) * (self.max_step_size / self.lags),
             state.memory,
@@ -161,9 +161,7 @@ class ExponentialMemory(nn.Module):
         if schedule.blocks == 1:
             return v
         is_head = self.axis == "head"
-        block = block_of_unit(self.heads if is_head else self.value_dim, schedule.blocks, v.device)
-        token = position[:, None] + torch.arange(1, 1 + v.shape[1], device=v.device)
-        mask = (block < schedule.open_blocks(token)[..., None]).to(v.dtype)
+        mask = schedule.is_open(self.heads if is_head else self.value_dim, position, v.shape[1]).to(v.dtype)
         return v * (mask[..., None] if is_head else mask[:, :, None])
 
 

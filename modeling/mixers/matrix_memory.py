@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import rotate_half
 
-from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.registry import cast
@@ -142,9 +141,7 @@ class MatrixMemory(Mixer):
         if self.schedule.blocks == 1:
             return list(keys), values
         units = {"key": self.key_dim, "value": self.value_dim, "head": self.heads}[self.axis]
-        token = step.position[:, None] + torch.arange(1, 1 + values.shape[1], device=values.device)
-        count = self.schedule.open_blocks(token)
-        mask = (block_of_unit(units, self.schedule.blocks, values.device) < count[..., None]).to(values.dtype)
+        mask = self.schedule.is_open(units, step.position, values.shape[1]).to(values.dtype)
 
         def masked(x: Tensor) -> Tensor:
             m = mask[..., None] if self.axis == "head" else mask[:, :, None]
