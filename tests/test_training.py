@@ -35,10 +35,11 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from memzoo import MemoryCache
-from memzoo.kernels.deep_memory import DeepMemoryState
 from memzoo.modeling import decoder
 from memzoo.modeling.mixers.attention import CausalAttention
+from memzoo.modeling.mixers.deep_memory import MemoryState
 from memzoo.modeling.mixers.matrix_memory import MatrixState
+from memzoo.modeling.mixers.self_modifying import SelfModifyingState
 
 BOUND = MODEL[torch.float64]
 LENGTH = 6 * zoo.CHUNK + 3
@@ -92,12 +93,12 @@ def masked(ids: Tensor) -> Tensor:
 def kernel_states(cache: MemoryCache) -> Iterator[Tensor]:
     """The floating-point tensors of every kernel's state."""
 
-    def is_kernels(node: object) -> bool:
-        return isinstance(node, (DeepMemoryState, MatrixState))
+    def is_memory(node: object) -> bool:
+        return isinstance(node, (MemoryState, MatrixState, SelfModifyingState))
 
-    for node in pytree.tree_leaves(cache.states, is_leaf=is_kernels):
-        if is_kernels(node):
-            state = node.memory if isinstance(node, MatrixState) else tuple(node)
+    for node in pytree.tree_leaves(cache.states, is_leaf=is_memory):
+        if is_memory(node):
+            state = (node.now, node.anchor) if isinstance(node, SelfModifyingState) else node.memory
             yield from (x for x in pytree.tree_leaves(state) if x.is_floating_point())
 
 
