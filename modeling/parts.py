@@ -23,6 +23,7 @@ class Part(NamedTuple):
     columns: slice | Tensor
     """Where they are among the new tokens: the same slice in all rows, or indices `[R, L']`."""
 
+    @torch.compiler.disable  # indexing alone, by numbers that are other ones at every call
     def of(self, x: Tensor) -> Tensor:
         """The part's columns of `[R, L, ...]`."""
         if isinstance(self.columns, slice):
@@ -30,6 +31,7 @@ class Part(NamedTuple):
         return x.gather(1, self.columns.view(*self.columns.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
+@torch.compiler.disable
 def parts_of(step: Step, tokens: int, size: int) -> Iterator[Part]:
     """The new tokens, cut where chunks end; each row has its own cuts."""
     begun, zero = step.position % size, torch.zeros_like(step.position)

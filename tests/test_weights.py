@@ -94,9 +94,9 @@ def test_every_weight_is_drawn_as_its_owner_says(name: str) -> None:
     for (key, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if "norm" in key:
             assert bool((a == 1).all()), key
-        elif a.ndim >= 2:
+        elif a.ndim >= 2 and not key.endswith("bias"):
             assert not torch.equal(a, b), key
-            assert 1e-3 < float(a.std()) < 2, f"{key}: {float(a.std())}"
+            assert 1e-3 < float(a.detach().std()) < 2, f"{key}: {float(a.detach().std())}"
     torch.manual_seed(0)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(zoo.config_of(name))

@@ -41,7 +41,7 @@ class SelfModifyingState(NamedTuple):
     """The memories between two tokens."""
 
     conv_tail: Tensor
-    """The last inputs of the short convolution, `[B, conv_width - 1, 2 D]`."""
+    """The last inputs of the short convolution, `[B, conv_width - 1, 2 D]`, or `D` where queries are adapted."""
     now: Weights
     """With every token written."""
     anchor: Weights
@@ -76,8 +76,9 @@ class SelfModifying(Mixer):
         self.chunk_size, self.self_chunk_size = config.chunk_size, config.self_chunk_size
         self.step_limit, self.max_gradient_norm = config.step_limit, config.max_gradient_norm
         self.count = 6 if config.adaptive_query else 5
-        self.in_proj = nn.Linear(width, 2 * width, bias=False)
-        self.conv = ShortConv(2 * width, config.conv_width, config.kernel_backend)
+        self.streams = 1 if config.adaptive_query else 2
+        self.in_proj = nn.Linear(width, self.streams * width, bias=False)
+        self.conv = ShortConv(self.streams * width, config.conv_width, config.kernel_backend)
         self.initial_weights = InitialMemories(self.heads, self.count, self.head_dim, self.units)
         self.gates = GateReadout(self.heads, self.head_dim)
         self.output = MemoryOutput(config, self.heads, self.head_dim, "silu")
@@ -86,12 +87,12 @@ class SelfModifying(Mixer):
         if state is None:
             state = self._begin(x)
         streams, tail = self.conv(self.in_proj(x), cast(state.conv_tail, x.dtype), step.lengths)
-        u, q = widened(streams).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        u, *q = widened(streams).unflatten(-1, (self.streams, self.heads, -1)).unbind(2)
         parts, outputs = list(parts_of(step, x.shape[1], self.chunk_size)), []
         now, anchor = state.now, state.anchor
         for part in parts:
             anchor = self._anchored(now, anchor, part.step.position)
-            y, now = self._part(part.of(u), part.of(q), part.step.lengths, now, anchor)
+            y, now = self._part(part.of(u), [part.of(x) for x in q], part.step.lengths, now, anchor)
             outputs.append(y)
         y = cast(joined(parts, outputs, u).flatten(2), streams.dtype)
         return self.output(y, x), SelfModifyingState(tail, now, anchor)
@@ -126,16 +127,16 @@ class SelfModifying(Mixer):
         return x + torch.einsum("blhnf,bhnfd->blhnd", self.act.value(hidden), second), hidden
 
     def _part(
-        self, u: Tensor, q: Tensor, lengths: Tensor | None, now: Weights, anchor: Weights
+        self, u: Tensor, q: list[Tensor], lengths: Tensor | None, now: Weights, anchor: Weights
     ) -> tuple[Tensor, Weights]:
-        """Tokens of one chunk: read-outs `[B, L, H, d]` and the weights after them."""
+        """Tokens of one chunk: read-outs `[B, L, H, d]` and the weights after them; `q` is empty where it is adapted."""
         every = list(range(self.count))
         asked = [KEY, VALUE, STEP, FORGET, *([QUERY] if self.count > QUERY else [])]
         made = self._read(u, anchor, asked)[0].unbind(3)
         k, v = unit_length(made[0]), made[1]
         step_size, log_retention = self.gates(made[2], made[3], self.step_limit)
-        q = unit_length(made[4] if self.count > QUERY else q)
-        y = self._read(q, anchor, [MEMORY])[0][:, :, :, 0]
+        query = unit_length(*q, *made[4:])
+        y = self._read(query, anchor, [MEMORY])[0][:, :, :, 0]
 
         wanted, _ = self._read(v, anchor, every)
         got, hidden = self._read(k, anchor, every)
