@@ -129,7 +129,7 @@ class SelfModifying(Mixer):
     def _part(
         self, u: Tensor, q: list[Tensor], lengths: Tensor | None, now: Weights, anchor: Weights
     ) -> tuple[Tensor, Weights]:
-        """Tokens of one chunk: read-outs `[B, L, H, d]` and the weights after them; `q` is empty if a memory makes it."""
+        """Tokens of one chunk: read-outs `[B, L, H, d]` and the weights after them; `q`: none if a memory makes it."""
         every = list(range(self.count))
         asked = [KEY, VALUE, STEP, FORGET, *([QUERY] if self.count > QUERY else [])]
         made = self._read(u, anchor, asked)[0].unbind(3)
