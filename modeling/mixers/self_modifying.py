@@ -135,7 +135,7 @@ class SelfModifying(Mixer):
         made = self._read(u, anchor, asked)[0].unbind(3)
         k, v = unit_length(made[0]), made[1]
         step_size, log_retention = self.gates(made[2], made[3], self.step_limit)
-        query = unit_length(*q, *made[4:])
+        query = unit_length(made[-1] if self.count > QUERY else q[0])
         y = self._read(query, anchor, [MEMORY])[0][:, :, :, 0]
 
         wanted, _ = self._read(v, anchor, every)
