@@ -99,6 +99,26 @@ def tile(size: int, most: int, least: int = 16) -> int:
     return min(most, max(least, triton.next_power_of_2(size)))
 
 
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [x if x is None else x.contiguous() for x in tensors]
+
+
+def fresh(x: Tensor) -> Tensor:
+    """Room for a contiguous tensor like `x`."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def gradients_like(inputs: Sequence[Tensor | None], state: Tensor) -> tuple[Tensor, ...]:
+    """What an operator's backward returns: a gradient per input; an operator cannot return `None`, so that of what is
+    absent is empty, of the state's dtype."""
+    return tuple(state.new_empty(0) if x is None else fresh(x) for x in inputs)
+
+
+def wanted(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs that there are."""
+    return tuple(None if x is None else d for x, d in zip(inputs, gradients, strict=True))
+
+
 @triton.jit
 def product(a, b):  # type: ignore[no-untyped-def]  # of Triton's types
     """`a @ b` summed in float32; float32 factors are not rounded to tf32."""

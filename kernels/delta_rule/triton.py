@@ -34,8 +34,6 @@ from torch import Tensor
 
 from memzoo.kernels.linear_attention.triton import (
     columns,
-    contiguous,
-    fresh,
     from_start,
     intervals,
     load_rows,
@@ -49,7 +47,7 @@ from memzoo.kernels.linear_attention.triton import (
     whole,
 )
 from memzoo.kernels.registry import mixed_precision
-from memzoo.kernels.triton_support import launch, product, tile
+from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, product, tile, wanted
 
 
 @mixed_precision
@@ -687,9 +685,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tens
     return query.new_empty(*query.shape[:3], value.shape[-1]), fresh(others[2])
 
 
-@_gradient.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(inputs[5].new_empty(0) if x is None else fresh(x) for x in inputs[:7])
+_gradient.register_fake(lambda *inputs: gradients_like(inputs[:7], inputs[5]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -699,8 +695,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _pull_back(ctx: Any, d_y: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    gradients = _gradient(*tensors, ctx.erase_after_decay, d_y, d_end)
-    return *(None if x is None else d for x, d in zip(tensors, gradients, strict=True)), None
+    return *wanted(tensors, _gradient(*tensors, ctx.erase_after_decay, d_y, d_end)), None
 
 
 _rule.register_autograd(_pull_back, setup_context=_keep)

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memzoo.kernels.registry import mixed_precision
-from memzoo.kernels.triton_support import launch, product, tile
+from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, product, tile, wanted
 
 CHUNK = {torch.float32: 32, torch.bfloat16: 64}
 """Tokens of a chunk, by the dtype of the products. Tensor cores want 64; float32, which has none of them, takes twice
@@ -419,7 +419,7 @@ def chunk_states(
     """The state before each chunk `[B H, N, K, V]`, in the dtype of the products, and the one after all."""
     batch, width, value_dim = key.shape[0], sizes["K"], sizes["V"]
     states = value.new_empty(batch * sizes["H"], triton.cdiv(sizes["T"], sizes["C"]), width, value_dim)
-    end, block = torch.empty_like(begin, memory_format=torch.contiguous_format), tiles(width, value_dim, value.dtype)
+    end, block = fresh(begin), tiles(width, value_dim, value.dtype)
     launch(
         states_kernel,
         (batch * sizes["H"], triton.cdiv(width, block["BK"]), triton.cdiv(value_dim, block["BV"])),
@@ -524,10 +524,6 @@ def value_gradient(
     return d_value
 
 
-def contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [x if x is None else x.contiguous() for x in tensors]
-
-
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -590,10 +586,6 @@ def one_token(
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? log_retention, Tensor state"
 
 
-def fresh(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _fake(
     query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -616,18 +608,7 @@ _attention.register_fake(_fake)
 _step.register_fake(_fake)
 
 
-@_gradient.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_retention: Tensor | None,
-    state: Tensor,
-    d_y: Tensor,
-    d_end: Tensor,
-) -> tuple[Tensor, ...]:
-    gate = state.new_empty(0) if log_retention is None else fresh(log_retention)
-    return fresh(query), fresh(key), fresh(value), gate, fresh(state)
+_gradient.register_fake(lambda *inputs: gradients_like(inputs[:5], inputs[4]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -635,8 +616,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _pull_back(ctx: Any, d_y: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-    d_query, d_key, d_value, d_gate, d_state = _gradient(*ctx.saved_tensors, d_y, d_end)
-    return d_query, d_key, d_value, None if ctx.saved_tensors[3] is None else d_gate, d_state
+    return wanted(ctx.saved_tensors, _gradient(*ctx.saved_tensors, d_y, d_end))
 
 
 _attention.register_autograd(_pull_back, setup_context=_keep)

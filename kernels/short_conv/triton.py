@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memzoo.kernels.short_conv import new_tail
-from memzoo.kernels.triton_support import launch, tile
+from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, tile
 
 TOKENS, CHANNELS = 32, 128
 """Of a tile: 128 channels are whole lines of 128 bytes or more; 32 tokens keep W partial tiles in registers."""
@@ -175,7 +175,7 @@ def _step_kernel(
 
 
 def forward(x: Tensor, weight: Tensor, tail: Tensor, silu: bool) -> Tensor:
-    x, weight, tail = x.contiguous(), weight.contiguous(), tail.to(x.dtype).contiguous()
+    x, weight, tail = contiguous(x, weight, tail.to(x.dtype))
     batch, tokens, channels = x.shape
     y = _like_output(x, weight, tail, silu)
     BT, BD = TOKENS, tile(channels, CHANNELS)
@@ -197,11 +197,11 @@ def forward(x: Tensor, weight: Tensor, tail: Tensor, silu: bool) -> Tensor:
 
 
 def backward(d_y: Tensor, x: Tensor, weight: Tensor, given_tail: Tensor, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    d_y, x, weight, tail = d_y.contiguous(), x.contiguous(), weight.contiguous(), given_tail.to(x.dtype).contiguous()
+    d_y, x, weight, tail = contiguous(d_y, x, weight, given_tail.to(x.dtype))
     (batch, tokens, channels), width = x.shape, weight.shape[1]
     BT, BD = TOKENS // 2, tile(channels, CHANNELS)
     parts = triton.cdiv(tokens + width - 1, BT)
-    d_x, d_tail = torch.empty_like(x), torch.empty_like(given_tail, memory_format=torch.contiguous_format)
+    d_x, d_tail = torch.empty_like(x), fresh(given_tail)
     d_taps = x.new_empty(batch * parts, width, channels, dtype=torch.float32)
     launch(
         _backward_kernel,
@@ -224,7 +224,7 @@ def backward(d_y: Tensor, x: Tensor, weight: Tensor, given_tail: Tensor, silu: b
 
 
 def one_token(x: Tensor, weight: Tensor, tail: Tensor, silu: bool) -> tuple[Tensor, Tensor]:
-    x, weight, tail = x.contiguous(), weight.contiguous(), tail.contiguous()
+    x, weight, tail = contiguous(x, weight, tail)
     batch, _, channels = x.shape
     y, new = _like_output(x, weight, tail, silu), torch.empty_like(tail)
     BD = tile(channels, CHANNELS)
@@ -261,23 +261,14 @@ _gradient = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor d_y, Tensor x, Tensor weight, Tensor tail, bool silu) -> (Tensor, Tensor, Tensor)",
 )
-_gradient.register_fake(
-    lambda d_y, x, weight, tail, silu: tuple(
-        torch.empty_like(given, memory_format=torch.contiguous_format) for given in (x, weight, tail)
-    )
-)
+_gradient.register_fake(lambda d_y, *inputs: gradients_like(inputs[:3], inputs[2]))
 _step = torch.library.custom_op(
     "memzoo::short_conv_step",
     one_token,
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor tail, bool silu) -> (Tensor, Tensor)",
 )
-_step.register_fake(
-    lambda x, weight, tail, silu: (
-        _like_output(x, weight, tail, silu),
-        torch.empty_like(tail, memory_format=torch.contiguous_format),
-    )
-)
+_step.register_fake(lambda x, weight, tail, silu: (_like_output(x, weight, tail, silu), fresh(tail)))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
