@@ -108,11 +108,17 @@ class MemoryConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers; a config whose `auto_map` leads to this package takes the module that does so with it."""
-        references = [reference.rpartition(".") for reference in (getattr(self, "auto_map", None) or {}).values()]
-        names = sorted({name for module, _, name in references if module == SHIM})
+        auto_map = (getattr(self, "auto_map", None) or {}).values()
+        # A tokenizer's entry is a pair, of which either may be missing.
+        references = [x for entry in auto_map for x in (entry if isinstance(entry, (list, tuple)) else [entry]) if x]
+        split = [reference.rpartition(".") for reference in references]
+        names = sorted({name for module, _, name in split if module == SHIM})
         if names:
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            (Path(save_directory) / f"{SHIM}.py").write_text(f"from memzoo import {', '.join(names)}\n")
+            shim = Path(save_directory) / f"{SHIM}.py"
+            shim.parent.mkdir(parents=True, exist_ok=True)
+            beside = shim.with_suffix(".tmp")
+            beside.write_text(f"from memzoo import {', '.join(names)}\n")
+            beside.replace(shim)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

@@ -26,11 +26,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from memzoo.modeling.decoder import MemoryForCausalLM, MemoryModel, MemoryPreTrainedModel, Step
 from memzoo.modeling.mixers.chain import ChainBlock, Change, InContextBlock
 from memzoo.modeling.parts import Part, joined, parts_of, placed
 from memzoo.modeling.sequences import Rows
+
+logger = logging.get_logger(__name__)
 
 
 class LevelState(NamedTuple):
@@ -117,6 +120,7 @@ class ChainModel(MemoryModel):
             ids = self._nearest(hidden)
         whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
         if states[0] is None:
+            self._expect_readable()
             with _unsharded(self.layers):
                 states = self._begin(hidden, whole)
         parts, seen = list(parts_of(whole, hidden.shape[1], self.chunk_size)), []
@@ -126,6 +130,20 @@ class ChainModel(MemoryModel):
             seen.append(outputs if every else outputs[-1:])
         together = [rows.scatter(joined(parts, list(same), hidden)) for same in zip(*seen, strict=True)]
         return [*together[:-1], self.norm(together[-1])], states if keep else [None] * len(states)
+
+    def _expect_readable(self) -> None:
+        """What reads the blocks outside of their hooks needs them as they are; what teaches should be meant to."""
+        if any(hasattr(module, "_hf_hook") for module in self.layers.modules()):
+            raise ValueError(
+                f"{type(self).__name__}: a device_map that moves blocks between devices or from the disk: a chain that "
+                "learns in context reads each block several times a pass, past the hooks that move it; expected the "
+                "whole model on one device. Load it with device_map={'': device}, or with chain_learning='stream'."
+            )
+        if not self.teacher and not self.config.tie_word_embeddings and self.config.chain_step_size > 0:
+            logger.warning_once(
+                f"{type(self).__name__} without a head learns in context from the logits of its input embedding, so "
+                "that its hidden states are not those of a language model whose head is another matrix."
+            )
 
     @property
     def chunk_size(self) -> int:
@@ -182,7 +200,7 @@ class ChainModel(MemoryModel):
         """The states with the last chunk learned, in the rows where this part begins another."""
         position = part.step.position
         due = (part.begun == 0) & (position > 0) & (part.step.added > 0)
-        if not bool(due.any()):
+        if self.config.chain_step_size == 0 or not bool(due.any()):
             return states
         chosen = None if bool(due.all()) else due.nonzero()[:, 0]
         taken = [state._replace(mixer=None) for state in states]

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from accelerate import dispatch_model
 from tolerances import MODEL, close, error
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+from transformers.utils.logging import warning_once as logging_once
 
 from memzoo import HopeAttentionConfig, HopeAttentionForCausalLM, HopeConfig, MemoryCache
 from memzoo.modeling.decoder import Step
@@ -241,6 +244,35 @@ def test_the_head_teaches() -> None:
         tied = in_context(tie_word_embeddings=True)
         tied.model.load_state_dict(model.model.state_dict())
         close(alone(ids).last_hidden_state, tied.model(ids).last_hidden_state, MODEL[torch.float64])
+
+
+def test_a_backbone_that_teaches_itself_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    transformers_logging.enable_propagation()
+    try:
+        for tied in (True, False):
+            logging_once.cache_clear()
+            caplog.clear()
+            model = in_context(tie_word_embeddings=tied)
+            model(zoo.tokens(1, 3))
+            type(model.model)(model.config).double()(zoo.tokens(1, 3))
+            assert ("learns in context from the logits of its input embedding" in caplog.text) is not tied
+    finally:
+        transformers_logging.disable_propagation()
+
+
+def test_blocks_on_the_disk_are_refused(tmp_path: Path) -> None:
+    """They are read past the hooks that fetch them; a chain that does not learn in context may lie there."""
+    ids = zoo.tokens(1, 3 * C)
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    for learning in ("stream", "in_context"):
+        model = in_context(chain_learning=learning)
+        want = model(ids).logits
+        model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path / learning)
+        if learning == "stream":
+            close(model(ids).logits, want, MODEL[torch.float64])
+        else:
+            with pytest.raises(ValueError, match=r"a device_map that moves blocks .* expected the whole model on one"):
+                model(ids)
 
 
 def test_training_in_shards_is_refused(tmp_path: Path) -> None:

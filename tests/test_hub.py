@@ -86,6 +86,15 @@ def test_it_loads_in_a_fresh_process_and_again_when_saved(name: str, tmp_path: P
     assert json.loads((tmp_path / "plain" / "config.json").read_text()).get("auto_map") is None
 
 
+def test_a_tokenizer_of_its_own_beside_the_shim(tmp_path: Path) -> None:
+    """A tokenizer's entry of `auto_map` is a pair."""
+    config = zoo.config_of("deltanet-e4")
+    config.auto_map = {"AutoConfig": f"{hub.SHIM}.DeltaNetConfig", "AutoTokenizer": ["other.SlowTokenizer", None]}
+    config.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", f"{hub.SHIM}.py"]
+    assert (tmp_path / f"{hub.SHIM}.py").read_text() == "from memzoo import DeltaNetConfig\n"
+
+
 @pytest.mark.slow
 def test_a_classifier(tmp_path: Path) -> None:
     model = zoo.classifier("swla-e1", torch.float32)

@@ -226,6 +226,26 @@ def test_a_schedule_that_gates_nothing_or_does_not_end_is_refused() -> None:
         ProteusAdamW(groups, blocks=3, total_steps=12)
 
 
+def test_a_group_that_comes_later() -> None:
+    """Masked before any clipping as the others are; one that does not fit leaves the optimizer as it was."""
+    model, other = Net(), Net()
+    optimizer = ProteusAdamW(parameter_groups(model), blocks=3, total_steps=12)
+    count = len(optimizer.param_groups)
+    for options, message in (
+        ({"unit_axis": 1}, "unit_axis: expected an axis of at least 3 units"),
+        ({"period": 8}, "all 3 blocks open after 6 steps"),
+        ({"period": 0}, "period: expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(9, 2))], "unit_axis": 0, **options})
+        assert len(optimizer.param_groups) == count
+    for group in parameter_groups(other):
+        optimizer.add_param_group(group)
+    other(torch.randn(4, 5).double()).square().sum().backward()
+    for name, p in other.named_parameters():
+        assert torch.equal(p.grad.ne(0), unit_of(name, p.shape) < 2), name
+
+
 def test_a_sum_is_applied_where_its_last_gradient_is_missing() -> None:
     """Two steps to an update, a gradient in the first alone: the update of that gradient, at the second."""
     ends = []
@@ -467,3 +487,14 @@ def test_dgd_reads_each_row_once(reentrant: bool) -> None:
         close(ends[2][key], value, EXACT)
     with pytest.raises(ValueError, match="reduction: expected one of"):
         DGD(model, reduction="none")
+
+
+def test_dgd_reads_no_row_of_a_memorys_own_gradients() -> None:
+    """A chain that learns in context reads each chunk again for its own sake."""
+    ids = zoo.tokens(2, 19)
+    model = zoo.build("hope_attention-context-e1")
+    optimizer = DGD(model)
+    model(ids, labels=ids).loss.backward()
+    counts = {float(count) for _, count in optimizer._inputs.values()}
+    assert len(optimizer._inputs) == sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert counts == {float(ids.numel())}

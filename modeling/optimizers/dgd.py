@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -61,9 +62,9 @@ class DGD(Optimizer):
 
     @torch.no_grad()
     def read(self, module: nn.Linear, x: Tensor) -> None:
-        """Note rows `[..., D]` that a layer has read."""
+        """Note rows `[..., D]` that a layer has read; a row of zeros stands for no token."""
         rows = x.detach().flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
-        count = torch.tensor(float(rows.shape[0]), dtype=rows.dtype, device=rows.device)
+        count = rows.any(1).sum().to(rows.dtype)
         gram, before = self._inputs.get(module, (0.0, 0.0))
         self._inputs[module] = gram + rows.mT @ rows, before + count
 
@@ -109,13 +110,15 @@ class DGD(Optimizer):
 
 
 def _watch(optimizer: weakref.ref[DGD], module: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """Note the input of a linear layer once its gradient is taken, and not where checkpointing replays the layer."""
+    """Note the input of a linear layer once its weight gets a gradient: neither where checkpointing replays the layer
+    nor where a memory takes gradients of its own through it."""
     living = optimizer()
     if living is not None and output.requires_grad and module.weight.requires_grad:
-        output.register_hook(partial(_read, optimizer, module, inputs[0]))
+        accumulation = get_gradient_edge(module.weight).node
+        output.register_hook(partial(_read, optimizer, module, inputs[0], accumulation))
 
 
-def _read(optimizer: weakref.ref[DGD], module: nn.Linear, x: Tensor, gradient: Tensor) -> None:
+def _read(optimizer: weakref.ref[DGD], module: nn.Linear, x: Tensor, accumulation: Node, gradient: Tensor) -> None:
     living = optimizer()
-    if living is not None:
+    if living is not None and torch._C._will_engine_execute_node(accumulation):
         living.read(module, x)

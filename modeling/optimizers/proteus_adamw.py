@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -160,26 +160,33 @@ class ProteusAdamW(Optimizer):
         }
         self._armed = WeakIdKeyDictionary()
         super().__init__(params, defaults)
-        masked = [group for group in self.param_groups if _is_masked(group)]
-        fits = blocks == 1 or bool(masked)
+        fits = blocks == 1 or any(_is_masked(group) for group in self.param_groups)
         _expect(fits, "unit_axis", "the axis of the hidden units in some group, as parameter_groups gives it", None)
-        for group in masked:
-            last, horizon_steps = self._schedule(group).unlock[-1], group["horizon_steps"]
-            expected = f"all {group['blocks']} blocks open after {horizon_steps} steps (horizon x total_steps)"
-            cure = f"{last} for the last. Take fewer blocks, more steps, or periods that divide one another"
-            _expect(last <= horizon_steps, "blocks", expected, cure)
-        self.arm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        steps_done = self.param_groups[0]["steps_done"] if self.param_groups else 0
-        group = {**self.defaults, "steps_done": steps_done, **param_group}
+        """As in torch; blocks and periods of the group are those of a training that has come as far as the others'."""
+        given = param_group["params"]
+        param_group = {
+            "steps_done": self.param_groups[0]["steps_done"] if self.param_groups else 0,
+            **param_group,
+            "params": [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given),
+        }
+        group = {**self.defaults, **param_group}
         _expect(group["period"] >= 1, "period", "at least 1", group["period"])
-        super().add_param_group(param_group | {"steps_done": steps_done})
         axis, blocks = group["unit_axis"], group["blocks"]
-        for parameter in self.param_groups[-1]["params"]:
+        for given in group["params"]:
+            parameter = given[1] if isinstance(given, tuple) else given
             if axis is not None:
                 units = parameter.shape[axis] if -parameter.ndim <= axis < parameter.ndim else 0
                 _expect(units >= blocks, "unit_axis", f"an axis of at least {blocks} units", tuple(parameter.shape))
+        together = [*self.param_groups, group]
+        for other in filter(_is_masked, together):
+            last, horizon_steps = _schedule(other, together).unlock[-1], other["horizon_steps"]
+            expected = f"all {other['blocks']} blocks open after {horizon_steps} steps (horizon x total_steps)"
+            cure = f"{last} for the last. Take fewer blocks, more steps, or periods that divide one another"
+            _expect(last <= horizon_steps, "blocks", expected, cure)
+        super().add_param_group(param_group)
+        self.arm()
 
     @property
     def open_blocks(self) -> int:
@@ -189,12 +196,7 @@ class ProteusAdamW(Optimizer):
     def _open(self, group: dict[str, Any]) -> int:
         if group["blocks"] == 1:
             return 1
-        return sum(before <= group["steps_done"] for before in self._schedule(group).unlock)
-
-    def _schedule(self, group: dict[str, Any]) -> CapacitySchedule:
-        align = math.lcm(*(other["period"] for other in self.param_groups))
-        interval = -(-max(1, group["horizon_steps"] // group["blocks"]) // align) * align
-        return CapacitySchedule(group["blocks"], interval * group["blocks"])
+        return sum(before <= group["steps_done"] for before in _schedule(group, self.param_groups).unlock)
 
     def arm(self) -> None:
         """See to it that the gradients of closed units are zero as they arrive; needed again for new parameters."""
@@ -313,6 +315,13 @@ class ProteusAdamW(Optimizer):
             names = ["exp_avg", "exp_avg_sq", *(["gradient_sum"] if group["period"] > 1 else [])]
             state.update({name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in names})
         return state
+
+
+def _schedule(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> CapacitySchedule:
+    """When the blocks of a group open, among groups with periods of their own."""
+    align = math.lcm(*(other["period"] for other in groups))
+    interval = -(-max(1, group["horizon_steps"] // group["blocks"]) // align) * align
+    return CapacitySchedule(group["blocks"], interval * group["blocks"])
 
 
 def _is_masked(group: dict[str, Any]) -> bool:
