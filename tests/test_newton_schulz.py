@@ -102,6 +102,33 @@ def test_gradcheck(backend: str, shape: tuple[int, int]) -> None:
     assert torch.autograd.gradcheck(lambda x: newton_schulz(x, steps=3, backend=backend), x, **GRADCHECK)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_where_singular_values_meet(backend: str) -> None:
+    """Of an orthogonal matrix, and of one with pairs of singular values that nearly meet."""
+    q = torch.linalg.qr(make_inputs(rows=6, columns=6)["x"])[0]
+    apart = torch.tensor([1, 1 + 1e-15, 0.5, 0.5 + 1e-9, 1e-4, 0], dtype=torch.float64)
+    for x in (q, q * apart):
+        assert torch.autograd.gradcheck(
+            lambda x: newton_schulz(x, steps=3, backend=backend), x.clone().requires_grad_(), **GRADCHECK
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_finite_stays_by_itself(backend: str) -> None:
+    """As an overflow of half precision must, for its scaler to see it."""
+    x = make_inputs(3)["x"]
+    want = newton_schulz(x, backend=backend)
+    for broken in (torch.nan, torch.inf):
+        x[1, 2, 3] = broken
+        leaf = x.clone().requires_grad_()
+        got = newton_schulz(leaf, backend=backend)
+        (gradient,) = torch.autograd.grad(got.sum(), leaf)
+        for tensor in (got, gradient):
+            assert torch.isnan(tensor[1]).any()
+            assert torch.isfinite(tensor[[0, 2]]).all()
+        close(got[[0, 2]], want[[0, 2]], OP[torch.float64])
+
+
 def test_no_steps_is_the_identity() -> None:
     x = make_inputs()["x"]
     assert torch.equal(newton_schulz(x, steps=0), x)
