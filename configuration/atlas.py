@@ -44,7 +44,7 @@ class OmegaNetConfig(DeepMemoryConfig):
             degree with a learned coefficient; `"powers"`, elementwise, which is not the paper's map but cheap.
         feature_degree: highest degree p.
         feature_dim: width of a learned projection that the monomials of degree 2 and more are formed on, since `D` is
-            about `width^p / p!`; `None` for none.
+            about `width^p / p!`, and Muon costs the cube of it; `None` for none.
     """
 
     model_type = "memzoo_omeganet"
@@ -55,7 +55,7 @@ class OmegaNetConfig(DeepMemoryConfig):
     memory: str = "mlp"
     feature_map: str = "monomials"
     feature_degree: int = 2
-    feature_dim: int | None = 8
+    feature_dim: int | None = 4
 
 
 @strict
