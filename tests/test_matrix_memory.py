@@ -301,10 +301,13 @@ def step(layer: matrix_memory.MatrixMemory, tokens: int) -> Step:
     return Step(torch.zeros(1, dtype=torch.int64), None, torch.full((1,), tokens), rotary)
 
 
-def test_swla_and_retnet_are_their_equations() -> None:
-    """Token by token, from the layer's own projections."""
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("axis", [None, "key", "value", "head"])
+def test_swla_is_its_equation(window: int, axis: str | None) -> None:
+    """Token by token, from the layer's own projections; under Proteus what is closed has no part in it."""
+    schedule = {} if axis is None else {"capacity_blocks": 2, "capacity_context": 6, "capacity_axis": axis}
     x = torch.randn(1, 9, 24, dtype=torch.float64)
-    layer = mixer("swla-e1")  # c = 3
+    layer = mixer("swla-e1", window=window, **schedule)
     seen: dict[str, Any] = {}
     watch(layer, seen)
     with torch.no_grad():
@@ -313,16 +316,29 @@ def test_swla_and_retnet_are_their_equations() -> None:
         mixed = torch.stack([(layer.conv.weight.T * stream[t : t + 4]).sum(0) for t in range(9)])
         q, k, v = (p.view(9, 2, -1) for p in torch.nn.functional.silu(mixed).split(layer.widths, dim=-1))
         q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-        gates = torch.sigmoid(x[0] @ layer.gates.weight.T + layer.gates.bias).view(9, 4, 2)
+        gates = torch.sigmoid(x[0] @ layer.gates.weight.T + layer.gates.bias).view(9, 1 + window, 2)
         for h in range(2):
             memory = torch.zeros(layer.key_dim, layer.value_dim, dtype=torch.float64)
             for t in range(9):
-                memory = (1 - gates[t, 0, h]) * memory
-                for lag in range(min(3, t + 1)):
-                    memory = memory + gates[t, 1 + lag, h] * torch.outer(k[t - lag, h], v[t - lag, h])
-                close(seen["y"][0, t, h], q[t, h] @ memory, 1e-10)
+                is_open = torch.ones_like(memory)
+                if t < 3:  # the first of two blocks
+                    if axis == "key":
+                        is_open[layer.key_dim // 2 :] = 0
+                    elif axis == "value":
+                        is_open[:, layer.value_dim // 2 :] = 0
+                    elif axis == "head" and h == 1:
+                        is_open[:] = 0
+                new = (1 - gates[t, 0, h]) * memory
+                for lag in range(min(window, t + 1)):
+                    new = new + gates[t, 1 + lag, h] * torch.outer(k[t - lag, h], v[t - lag, h])
+                memory = torch.where(is_open > 0, new, memory)
+                close(seen["y"][0, t, h], q[t, h] @ (memory * is_open), 1e-10)
 
+
+def test_retnet_is_its_equation() -> None:
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
     layer = mixer("retnet-e1")
+    seen: dict[str, Any] = {}
     watch(layer, seen)
     with torch.no_grad():
         layer(x, step(layer, 9), None)
@@ -374,7 +390,7 @@ def test_comba_and_gated_deltanet_are_their_equations(variant: str) -> None:
 
 
 @pytest.mark.parametrize("axis", ["key", "value", "head"])
-@pytest.mark.parametrize("name", ["comba-e1", "swla-e1", "retnet-e1", "gated_deltanet-e1"])
+@pytest.mark.parametrize("name", ["comba-e1", "retnet-e1", "gated_deltanet-e1"])
 def test_masked_writes_are_the_gated_recurrence(name: str, axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proteus literally: a closed part of the memory neither reads nor writes nor decays, and keeps its values."""
     blocks, interval = 2, 3

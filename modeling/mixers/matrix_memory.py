@@ -46,6 +46,8 @@ class MatrixState(NamedTuple):
     """Keys of the last `c - 1` tokens, `[B, c - 1, H K]`; c = 1 but for SWLA."""
     values: Tensor
     """Their values, `[B, c - 1, H V]`."""
+    strengths: Tensor
+    """Of the last token and its lags below `c - 1`, `[B, 1, (c - 1) H U]`; U are the units that open at a time."""
 
 
 class MatrixMemory(Mixer):
@@ -134,22 +136,29 @@ class MatrixMemory(Mixer):
             conv_tail=like.new_zeros(rows, 0 if self.conv is None else self.conv.weight.shape[1] - 1, like.shape[2]),
             keys=like.new_zeros(rows, before, self.widths[1], dtype=wide),
             values=like.new_zeros(rows, before, self.widths[2]),
+            strengths=like.new_zeros(rows, min(before, 1), before * self.heads * self.gated_units, dtype=wide),
         )
 
-    def opened(self, step: Step, keys: Sequence[Tensor], values: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Keys `[B, L, ..., H, K]` and values `[B, L, ..., H, V]` with 0 where a token sees no open block."""
+    @property
+    def gated_units(self) -> int:
+        """Coordinates of a head's keys or values that open at times of their own."""
+        return 1 if self.schedule.blocks == 1 else {"key": self.key_dim, "value": self.value_dim, "head": 1}[self.axis]
+
+    def is_open(self, step: Step, tokens: int) -> Tensor | None:
+        """What of a key or value each token sees, `[B, L, H or 1, K or V or 1]`; `None` for all."""
         if self.schedule.blocks == 1:
+            return None
+        by_head = self.axis == "head"
+        mask = self.schedule.is_open(self.heads if by_head else self.gated_units, step.position, tokens)
+        return mask[..., None] if by_head else mask[:, :, None]
+
+    def opened(self, step: Step, keys: Sequence[Tensor], values: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Keys `[B, L, H, K]` and values `[B, L, H, V]` with 0 where a token sees no open block."""
+        if (mask := self.is_open(step, values.shape[1])) is None:
             return list(keys), values
-        units = {"key": self.key_dim, "value": self.value_dim, "head": self.heads}[self.axis]
-        mask = self.schedule.is_open(units, step.position, values.shape[1]).to(values.dtype)
-
-        def masked(x: Tensor) -> Tensor:
-            m = mask[..., None] if self.axis == "head" else mask[:, :, None]
-            return x * m.view(*m.shape[:2], *[1] * (x.ndim - 4), *m.shape[2:]).to(x.dtype)
-
         if self.axis == "key":
-            return [masked(k) for k in keys], values
-        return list(keys), masked(values)
+            return [k * mask.to(k.dtype) for k in keys], values
+        return list(keys), values * mask.to(values.dtype)
 
 
 class DecayGate(nn.Module):
@@ -206,6 +215,15 @@ class Retention(MatrixMemory):
 class SlidingWindowLinear(MatrixMemory):
     """SWLA: `S_t = a_t S_{t-1} + sum_{i<c} b^i_t k_{t-i} v_{t-i}^T` (arXiv 2505.23735, Eq 20).
 
+    A pair of lag i has been written 1 + i times, with together the strength
+
+        w_{t,0} = b^0_t,    w_{t,i} = a_t w_{t-1,i-1} + b^i_t
+
+    which the lag c - 1 completes. So this is linear attention that is c - 1 tokens late, with a read of the pairs that
+    it has not got yet:
+
+        R_t = a_t R_{t-1} + w_{t,c-1} k_{t-c+1} v_{t-c+1}^T,    S_t = R_t + sum_{i<c-1} w_{t,i} k_{t-i} v_{t-i}^T
+
     Deviations: gates of the current token, one scalar per head, since the paper leaves their form open; unit keys.
     """
 
@@ -216,41 +234,60 @@ class SlidingWindowLinear(MatrixMemory):
         self.gates = InnerGates(config.hidden_size, self.heads, ranges)
 
     def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Logits of forgetting and of the strength at each lag, the greatest first."""
+        """Logits of forgetting, `[B, L, H]`, and of the strength at each lag, `[B, L, c, H]`."""
         logits = self.gates.stacked(x)
-        return logits[:, :, 0], logits[:, :, 1:].flip(2)
+        return logits[:, :, 0], logits[:, :, 1:]
 
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        forget, strengths = controls
+        log_retention = F.logsigmoid(-controls[0])
         q, k = unit_length(qk).unbind(2)
-        keys, new_keys = self._lagged(k.flatten(2), state.keys, step)
-        values, new_values = self._lagged(v.flatten(2), state.values, step)
-        # The current token's open blocks hold for every key that it writes, earlier ones included.
-        (keys,), values = self.opened(step, [keys], values)
+        gates = torch.sigmoid(controls[1])[..., None]
+        if (is_open := self.is_open(step, v.shape[1])) is not None:
+            # The current token's open blocks hold for every key that it writes, earlier ones included.
+            gates = gates * is_open[:, :, None].to(gates.dtype)
+        before = [x.unflatten(-1, (self.heads, -1)) for x in (state.keys, state.values)]
+        carried = state.strengths.view(*state.strengths.shape[:2], self.window - 1, *gates.shape[3:])
+        strengths, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for lag in range(self.window):
+            w = gates[:, :, lag]
+            if lag > 0:
+                w = torch.addcmul(w, log_retention.exp()[..., None], _late(strengths[-1], carried[:, :, lag - 1], 1))
+            key, value = _late(k, before[0], lag), _late(v, before[1], lag)
+            if lag < self.window - 1:
+                strengths.append(w)
+                if self.gated_units == 1:  # a number per head multiplies the score, which is one, too
+                    local.append(((q * key).sum(-1, keepdim=True).mul_(w), value))
+                    continue
+            key, value = (key * w, value) if self.axis == "key" else (key, value * cast(w, value.dtype))
+            if lag < self.window - 1:
+                local.append(((q * key).sum(-1, keepdim=True), value))
         y, memory = linear_attention(
             q,
-            keys,
-            values * cast(torch.sigmoid(strengths), values.dtype)[..., None],
-            F.logsigmoid(-forget),
+            key[:, :, None],
+            value[:, :, None],
+            log_retention,
             state.memory,
             lengths=step.lengths,
             backend=self.backend,
         )
-        return y, state._replace(memory=memory, keys=new_keys, values=new_values)
+        for score, value in local:
+            y = torch.addcmul(y, cast(score, y.dtype), cast(value, y.dtype))
+        if strengths:
+            new = torch.stack(strengths, dim=2).flatten(2), k.flatten(2), v.flatten(2)
+            held = state.strengths, state.keys, state.values
+            tails = (new_tail(x, cast(old, x.dtype), step.lengths) for x, old in zip(new, held, strict=True))
+            state = state._replace(**dict(zip(("strengths", "keys", "values"), tails, strict=True)))
+        return y, state._replace(memory=memory)
 
-    def _lagged(self, x: Tensor, before: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """The window of each token of `[B, L, H D]`, the oldest first, `[B, L, c, H, D]`; and what the next token's has
-        besides itself."""
-        tokens, before = x.shape[1], cast(before, x.dtype)
-        every = torch.cat([before, x], dim=1)
-        if tokens == 1:
-            window = every[:, None]
-        else:
-            window = torch.stack([every[:, at : at + tokens] for at in range(self.window)], dim=2)
-        tail = every[:, tokens:].clone() if step.lengths is None else new_tail(x, before, step.lengths)
-        return window.unflatten(-1, (self.heads, -1)), tail
+
+def _late(x: Tensor, before: Tensor, lag: int) -> Tensor:
+    """Tokens `[B, L, ...]` as they were `lag` tokens ago, behind `before` `[B, R, ...]`, R >= lag."""
+    if lag == 0:
+        return x
+    first = cast(before[:, before.shape[1] - lag :], x.dtype)
+    return first[:, : x.shape[1]] if x.shape[1] <= lag else torch.cat([first, x[:, :-lag]], dim=1)
 
 
 class Delta(MatrixMemory):
