@@ -194,7 +194,7 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.PLAIN)
+@pytest.mark.parametrize("name", zoo.BLOCKS)
 def test_another_process_continues_a_saved_memory(name: str, tmp_path: Path) -> None:
     model, rest, cache, want = filled(name)
     save_memory(cache, tmp_path / "memory.safetensors")

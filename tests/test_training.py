@@ -450,7 +450,7 @@ def test_trainer_packed_equals_padded(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.PLAIN)
+@pytest.mark.parametrize("name", zoo.BLOCKS)
 def test_compiled_model_equals_the_model(name: str) -> None:
     """Logits of one pass and of decoding; after a chunk of decoding nothing compiles again, and nothing gave up."""
     model, ids = zoo.build(name, torch.float64, num_hidden_layers=1).eval(), zoo.tokens(2, 3 * zoo.CHUNK)
