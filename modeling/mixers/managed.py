@@ -126,12 +126,13 @@ class WriteController(nn.Module):
         super().__init__()
         self.event_proj = nn.Linear(width, hidden)
         self.importance_proj = nn.Linear(width, 1)
-        self.feature_proj = nn.Linear(self.FEATURES, hidden, bias=False)
-        self.logit_proj = nn.Linear(hidden, 1)
+        self.feature_weight = nn.Parameter(torch.empty(hidden, self.FEATURES))
+        self.logit_proj = nn.Linear(hidden, 1, bias=False)
+        self.logit_bias = nn.Parameter(torch.empty(1))
 
     def init_weights(self) -> None:
-        init.constant_(self.logit_proj.bias, 1.0)  # writes at first: what is never read has no gradient
-        init.normal_(self.feature_proj.weight, 0.0, self.FEATURES**-0.5)
+        init.normal_(self.feature_weight, 0.0, self.FEATURES**-0.5)
+        init.ones_(self.logit_bias)  # writes at first: what is never read has no gradient
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What of all events `[R, E, D]` does not depend on the table: hidden part `[R, E, F]`, importance `[R, E]`."""
@@ -143,7 +144,8 @@ class WriteController(nn.Module):
         """The logit of each row's event `[R]`, whose `confidence` is not looked at."""
         with as_given(hidden.device):
             features = torch.cat([self._seen(table, event, rules), event.importance[:, None]], dim=1)
-            return wide_linear(self.logit_proj, F.silu(hidden + wide_linear(self.feature_proj, features)))[:, 0]
+            hidden = F.silu(hidden + F.linear(features, cast(self.feature_weight, features.dtype)))
+            return wide_linear(self.logit_proj, hidden)[:, 0] + cast(self.logit_bias, hidden.dtype)
 
     @staticmethod
     @torch.no_grad()
