@@ -200,7 +200,8 @@ TINY |= {
         backbone_options={"expand_k": 1.0},
         memory_layers=[0, 1],
         write_trigger="token",
-        event_token_ids=list(range(1, VOCAB, 4)),
+        event_token_ids=list(range(1, VOCAB, 3)),
+        same_threshold=0.3,
         version_mode="history",
         versions_per_key=2,
         fallback_chunks=2,
@@ -239,6 +240,7 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
     (memzoo.HopeAttentionConfig, {}, (134124288, 369198080, 777930240, 1041909760)),
     (memzoo.HopeConfig, {}, (151902912, 432336128, 919822848, 1419733792)),
+    (memzoo.MemoryManagedConfig, {}, (142084616, 396057160, 837092168, 1119686760)),
 ]
 _NO_SCHEDULE = (memzoo.TransformerPlusPlusConfig, memzoo.HopeConfig)
 PRESETS = [

@@ -99,7 +99,7 @@ class ManagedState(NamedTuple):
 
     mixer: Any
     table: SlotTable
-    index: ChunkIndex | None
+    stored: ChunkIndex | None
     """`None` without a fallback."""
 
 
@@ -111,9 +111,9 @@ def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 class WriteController(nn.Module):
     """Whether an event is worth a slot: `logit p = W_2 silu(W_1 x + W_f f + b_1) + b_2`.
 
-    The features f: the best match's similarity, how far the values differ, its confidence, age and last rejected
-    challenge; how full the table is and what its weakest slot is worth; the event's importance `sigmoid(x w_i)`. What
-    comes from the table carries no gradient.
+    The features f: the best match's similarity, how far the values differ, its confidence and age; how contested the
+    table is (the mean of the last rejected probabilities), how full, and what its weakest slot is worth; the event's
+    importance `sigmoid(x w_i)`. What comes from the table carries no gradient.
 
     Args:
         width: of x.
@@ -169,7 +169,7 @@ class WriteController(nn.Module):
                 (value - event.value).norm(dim=1) / lengths.clamp(min=1e-6),
                 of_match(table.confidence),
                 age / (age + rules.age_scale),
-                of_match(table.rejected),
+                table.rejected.mean(1),
                 occupied.to(value.dtype).mean(1),
                 torch.where(weakest.isinf(), 0.0, weakest),
             ],
@@ -564,7 +564,7 @@ class ManagedBlock(MemoryBlock):
         mixed, mixer = self.mixer(self.mixer_norm(hidden), step, None if state is None else state.mixer)
         hidden = hidden + mixed
         x = self.memory_norm(hidden)
-        table, index = self.memory.begin(len(x), x) if state is None else (state.table, state.index)
+        table, index = self.memory.begin(len(x), x) if state is None else (state.table, state.stored)
         remembered, table, index, logit, report = self.memory(x, step, table, index, events)
         hidden = hidden + remembered
         hidden = hidden + self.mlp(self.mlp_norm(hidden))
