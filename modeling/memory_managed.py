@@ -71,8 +71,8 @@ class Request:
             return
         for at, (ours, theirs) in enumerate(zip(self.answers, answers, strict=True)):
             pairs = zip(ours[:-1], theirs[:-1], strict=True)
-            summed = (a | b if a.dtype == torch.bool else a + b for a, b in pairs)
-            self.answers[at] = Answers(*summed, counts=None)
+            summed = [a | b if a.dtype == torch.bool else a + b for a, b in pairs]
+            self.answers[at] = Answers(*summed, None)  # type: ignore[call-arg]
 
 
 @dataclass
@@ -283,8 +283,8 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
     @staticmethod
     def _answers(rows: Rows, candidate: Tensor, logit: Tensor, report: Report) -> Answers:
         of_tokens = (candidate, logit, report.accepted, report.read_confidence, report.active_chunks)
-        scattered = (rows.scatter(x).to(x.dtype) for x in of_tokens)
-        return Answers(*scattered, counts=None if rows.packed else report.counts)
+        counts = None if rows.packed else report.counts
+        return Answers(*(rows.scatter(x).to(x.dtype) for x in of_tokens), counts)  # type: ignore[call-arg]
 
     def _warn_of_length(self, step: Step) -> None:
         lengths, threshold = self.config.calibrated_lengths, self.config.read_threshold
