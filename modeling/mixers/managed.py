@@ -1,8 +1,10 @@
 """The managed memory of a block: a slot table that the block writes and reads, and stored chunks to fall back on.
 
     p_e = sigmoid(MLP([x_e; what the table says about the event]))          at candidates e, query-blind
+    e = (unit(x_e W_k), p_e x_e W_v, p_e)                                   to be written to the slots
     y_t = W_o (sigmoid(x_t W_g) * (rho_t slots_t + [rho_t < theta_read] (1 - rho_t) chunks_t))
 
+A value is as loud as it was convincing, so that the controller has a gradient even where a single slot is read.
 `slots_t` and the reader's confidence `rho_t` are those of `memzoo.kernels.slot_table`, read before the token's own
 event is applied: a token sees the writes of earlier tokens alone. `chunks_t` attends to the tokens of the K best stored
 chunks before the token's own.
@@ -132,7 +134,7 @@ class WriteController(nn.Module):
 
     def init_weights(self) -> None:
         init.normal_(self.feature_weight, 0.0, self.FEATURES**-0.5)
-        init.ones_(self.logit_bias)  # writes at first: what is never read has no gradient
+        init.constant_(self.logit_bias, 0.5)  # writes at first: what is never read has no gradient
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What of all events `[R, E, D]` does not depend on the table: hidden part `[R, E, F]`, importance `[R, E]`."""
@@ -252,7 +254,9 @@ class Slots(nn.Module):
             hidden, event = next(writes, (None, None))
             if hidden is not None and event is not None:
                 logits.append(self.controller(table, hidden, event, self.rules))
-                table, outcome = write(table, event._replace(confidence=torch.sigmoid(logits[-1])), self.rules)
+                p = torch.sigmoid(logits[-1])
+                event = event._replace(confidence=p, value=p[:, None] * event.value)
+                table, outcome = write(table, event, self.rules)
                 outcomes.append(outcome)
         readings = [reading for reading, _ in found]
         return SlotsRead(
