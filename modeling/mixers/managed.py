@@ -363,6 +363,15 @@ def _columns(x: Tensor, at: Tensor) -> Tensor:
     return x.gather(1, at.view(*at.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
+def _appended(old: Tensor, new: Tensor, held: Tensor, more: Tensor) -> Tensor:
+    """`more` `[R]` of each row's `new` `[R, L, ...]` behind its first `held` `[R]` of `old` `[R, N, ...]`."""
+    if bool((held == old.shape[1]).all()) and bool((more == new.shape[1]).all()):
+        return torch.cat([old.to(new.dtype), new], dim=1)
+    longest = max(old.shape[1], int((held + more).max()))
+    padded = F.pad(old, (0, 0) * (old.ndim - 2) + (0, longest - old.shape[1]))
+    return placed(torch.arange(longest, device=old.device), held, more, new, padded)
+
+
 class Chunks(nn.Module):
     """The fallback: attention to the tokens of the stored chunks that a token's look-up finds.
 
@@ -442,16 +451,14 @@ class Chunks(nn.Module):
         index = index._replace(running=kv[row, done], running_ids=ids[row, done])
         if not most:
             return index
-        more = max(0, int((stored + done).max()) - index.chunks.shape[1])
-        every = torch.arange(index.chunks.shape[1] + more, device=ids.device)
         with torch.no_grad():
             length = widened(kv[:, :most, :, : self.width]).square().sum(-1)
             order = length.argsort(dim=-1, descending=True, stable=True)[..., None].expand(-1, -1, -1, kv.shape[-1])
             sketches = self._sketched(ids[:, :most])
-        chunks, old = kv[:, :most].gather(2, order), F.pad(index.chunks, (0, 0, 0, 0, 0, more))
+        chunks = kv[:, :most].gather(2, order)
         return index._replace(
-            chunks=placed(every, stored, done, chunks, old),
-            sketches=placed(every, stored, done, sketches, F.pad(index.sketches, (0, 0, 0, more))),
+            chunks=_appended(index.chunks, chunks, stored, done),
+            sketches=_appended(index.sketches, sketches, stored, done),
         )
 
     def _sketched(self, ids: Tensor) -> Tensor:
