@@ -87,7 +87,7 @@ class MemoryManagedAdapter(nn.Module):
         self._language_model = (language_model,)  # in a tuple: no submodule
         self.num_slots, self.layer = num_slots, layer
         self.rules = Rules() if rules is None else rules
-        size = language_model.get_input_embeddings().weight.shape[1]  # type: ignore[union-attr]
+        size: int = language_model.config.get_text_config().hidden_size
         self.k_proj = nn.Linear(size, width, bias=False)
         self.q_proj = nn.Linear(2 * size, width, bias=False)
         self.pointer_weights = nn.Parameter(torch.tensor([10.0, 1.0]))  # beta and w
