@@ -18,6 +18,7 @@ import memzoo
 from memzoo import MemoryCache, MemoryManagedConfig
 from memzoo.modeling import memory_managed
 from memzoo.modeling.mixers import managed
+from memzoo.modeling.mixers.attention import CausalAttention
 
 BOUND = MODEL[torch.float64]
 LENGTH = 6 * zoo.CHUNK + 3
@@ -52,6 +53,24 @@ def test_another_backbone(backbone: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     close(read(model, ids, attention_mask=mask).logits[1, 5:], read(model, ids[1:, 5:]).logits[0], BOUND)
+    model.set_attn_implementation("eager")  # the mixers' attention follows
+    found = [module.config for module in model.modules() if isinstance(module, CausalAttention)]
+    assert len(found) == (2 if backbone == "transformer_pp" else 0)
+    assert all(config._attn_implementation == "eager" for config in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_of_padding_keeps_its_state(name: str) -> None:
+    model, ids = zoo.causal_lm(name), zoo.tokens(2, 2 * zoo.CHUNK)
+    cache = MemoryCache(model.config)
+    before = [x[1].clone() for layer in read(model, ids, cache=cache).cache.layers for x in layer.tensors]
+    mask = torch.tensor([[1] * zoo.CHUNK, [0] * zoo.CHUNK])
+    out = read(model, ids[:, : zoo.CHUNK], cache=cache, attention_mask=mask)
+    assert bool(out.logits.isfinite().all())
+    after = [x[1] for layer in cache.layers for x in layer.tensors]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[: len(old)], old)
+        assert not new[len(old) :].any()  # room for another row's chunks
 
 
 def test_an_empty_table_adds_nothing() -> None:
