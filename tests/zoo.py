@@ -166,6 +166,43 @@ TINY |= {
         chain="independent",
     ),
 }
+_MANAGED = {
+    "capacity_context": 3,
+    "num_slots": 3,
+    "memory_dim": 6,
+    "read_top_k": 2,
+    "chunk_size": CHUNK,
+    "salient_keys": 2,
+}
+TINY |= {
+    # A constant state: slots alone, whose keys meet often enough to be overwritten and contested.
+    "memory_managed-e1": memzoo.MemoryManagedConfig(
+        **_SHARED,
+        **_MANAGED,
+        write_stride=2,
+        same_threshold=0.5,
+        write_threshold=0.6,
+        keep_importance=4.0,
+        fallback_chunks=0,
+    ),
+    "memory_managed-fallback": memzoo.MemoryManagedConfig(
+        **_SHARED,
+        **_MANAGED,
+        backbone="gated_deltanet",
+        backbone_options={"expand_k": 1.0},
+        memory_layers=[0],
+        write_trigger="token",
+        event_token_ids=list(range(1, VOCAB, 2)),
+        same_threshold=0.0,
+        write_threshold=0.6,
+        version_mode="history",
+        versions_per_key=2,
+        fallback_chunks=2,
+        sketch_bits=16,
+        sketch_window=2,
+        read_threshold=0.7,
+    ),
+}
 # The memories' boundaries and the chain's chunks lie apart.
 _HOPE = {"capacity_context": 3, "max_step_size": 0.25, "chunk_size": 3, "self_chunk_size": 6}
 TINY |= {
@@ -210,6 +247,7 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
     (memzoo.HopeAttentionConfig, {}, (134124288, 369198080, 777930240, 1041909760)),
     (memzoo.HopeConfig, {}, (151902912, 432336128, 919822848, 1419733792)),
+    (memzoo.MemoryManagedConfig, {}, (142084616, 396057160, 837092168, 1119686760)),
 ]
 _NO_SCHEDULE = (memzoo.TransformerPlusPlusConfig, memzoo.HopeConfig)
 PRESETS = [
