@@ -122,9 +122,7 @@ def test_equals_the_reference_field_by_field(seed: int, mode: str) -> None:
         for row, reference in enumerate(plain):
             one = row_of(event, row)
             if bool(one.present):
-                plain_event = {
-                    name: x[0].tolist() if x.ndim == 2 else x.item() for name, x in one._asdict().items()
-                }
+                plain_event = {name: x[0].tolist() if x.ndim == 2 else x.item() for name, x in one._asdict().items()}
                 kind, slot = reference.write(plain_event)
                 assert (OUTCOMES[int(outcome.kind[row])], int(outcome.slot[row])) == (kind, slot)
             else:
@@ -275,17 +273,28 @@ def test_noise_does_not_push_out_what_matters(noise: int) -> None:
     for protect, importance in ((True, 0.0), (False, 1.0)):
         facts = stream(3, "ids", events=SLOTS - 1, present=True, confidence=1.0, importance=importance)
         facts = [
-            event._replace(key_id=torch.full((ROWS,), at + 1), version=0 * event.version, protect=event.present & protect)
+            event._replace(
+                key_id=torch.full((ROWS,), at + 1), version=0 * event.version, protect=event.present & protect
+            )
             for at, event in enumerate(facts)
         ]
         tables, _ = run(facts, MODES["ids"], reading=False)
         fresh_keys = stream(4, "ids", events=noise, confidence=0.6, importance=0.0, protect=False)
         noisy = [event._replace(key_id=torch.full((ROWS,), 50 + at)) for at, event in enumerate(fresh_keys)]
         wrong = stream(5, "ids", events=noise, confidence=0.4, protect=False, keys=SLOTS - 1)
-        table = run([x for pair in zip(noisy, wrong, strict=True) for x in pair], MODES["ids"], tables[-1], False)[0][-1]
+        table = run([x for pair in zip(noisy, wrong, strict=True) for x in pair], MODES["ids"], tables[-1], False)[0][
+            -1
+        ]
         for event in facts:
-            reading = read(table, event.key[:, None], event.position[:, None] + 999, MODES["ids"], WEIGHTS, 1,
-                           event.key_id[:, None])
+            reading = read(
+                table,
+                event.key[:, None],
+                event.position[:, None] + 999,
+                MODES["ids"],
+                WEIGHTS,
+                1,
+                event.key_id[:, None],
+            )
             close(reading.output[:, 0], event.value, BOUND)
 
 
@@ -297,7 +306,9 @@ def test_an_event_is_seen_by_the_reads_after_it_alone() -> None:
     assert not before.confidence.any()
     assert bool((before.slots == -1).all())
     table, _ = write(fresh(), event, rules)
-    close(read(table, event.key[:, None], event.position[:, None] + 1, rules, WEIGHTS, 2).output[:, 0], event.value, BOUND)
+    close(
+        read(table, event.key[:, None], event.position[:, None] + 1, rules, WEIGHTS, 2).output[:, 0], event.value, BOUND
+    )
 
 
 def test_reads_between_two_events_change_no_score() -> None:
