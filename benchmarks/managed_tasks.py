@@ -378,6 +378,10 @@ class Batch(NamedTuple):
     """At the end of an event that has one, its key, from 0; `IGNORED` elsewhere."""
     versions: Tensor
     """At an event's end its version, from 1; 0 elsewhere."""
+    asked_keys: Tensor
+    """At `ANS` the key that is asked for, `IGNORED` elsewhere."""
+    asked_versions: Tensor
+    """At `ANS` the newest version that may answer, from 1; 0 for any and elsewhere."""
     pointers: Tensor
     """At `ANS` the position of the `END` of the event that answers, `IGNORED` elsewhere."""
 
@@ -386,7 +390,7 @@ def collate(samples: Sequence[Sample], vocabulary: Vocabulary) -> Batch:
     """One batch of them."""
     shape = len(samples), max(len(one.ids) for one in samples)
     ids, zero = torch.full(shape, PAD), torch.zeros(shape, dtype=torch.long)
-    fills = (IGNORED, IGNORED, 0, IGNORED, IGNORED, 0, IGNORED)
+    fills = (IGNORED, IGNORED, 0, IGNORED, IGNORED, 0, IGNORED, 0, IGNORED)
     batch = Batch(ids, zero, *(torch.full(shape, fill) for fill in fills))
     for row, one in enumerate(samples):
         batch.ids[row, : len(one.ids)] = torch.tensor(one.ids)
@@ -399,6 +403,8 @@ def collate(samples: Sequence[Sample], vocabulary: Vocabulary) -> Batch:
                 batch.key_ids[row, end] = event.key
         for query, ask, pointer in zip(one.queries, one.asks, one.pointers, strict=True):
             batch.answers[row, ask] = vocabulary.first_value + query.answer.value
+            batch.asked_keys[row, ask] = query.answer.key
+            batch.asked_versions[row, ask] = query.version
             batch.pointers[row, ask] = one.ends[pointer]
             if query.stale is not None:
                 batch.stale[row, ask] = vocabulary.first_value + query.stale.value

@@ -168,6 +168,7 @@ class MemoryModel(MemoryPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         packing: bool = True,
+        request: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens.
@@ -185,6 +186,7 @@ class MemoryModel(MemoryPreTrainedModel):
             seq_idx: `[B, T]`, which sequence each token of a packed row belongs to.
             cu_seq_lens_q, cu_seqlens: `[S + 1]`, bounds of the sequences packed into a batch of one row.
             packing: whether a row may hold several sequences.
+            request: what an architecture's own `_read` takes besides the tokens.
 
         Raises:
             ValueError: inputs that do not fit one another, the vocabulary or the cache.
@@ -217,7 +219,7 @@ class MemoryModel(MemoryPreTrainedModel):
 
         states = cache.states if cache is not None else [None] * len(self.layers)
         every, keep = bool(output_hidden_states), cache is not None
-        parts = [self._read(part, input_ids, inputs_embeds, states, every, keep) for part in rows.groups()]
+        parts = [self._read(part, input_ids, inputs_embeds, states, every, keep, request) for part in rows.groups()]
         hidden = [
             torch.stack(same).sum(0) if len(same) > 1 else same[0] for same in zip(*(h for h, _ in parts), strict=True)
         ]
@@ -237,6 +239,7 @@ class MemoryModel(MemoryPreTrainedModel):
         states: list[Any],
         every: bool,
         keep: bool,
+        request: Any = None,
     ) -> tuple[list[Tensor], list[Any]]:
         """The last hidden states (and, if `every`, those before each block), `[B, T, D]`; if `keep`, the new states."""
         if inputs_embeds is not None:
@@ -303,6 +306,13 @@ class MemoryModel(MemoryPreTrainedModel):
                 f"input_ids: expected ids from 0 to {self.config.vocab_size - 1}, got {low if low < 0 else high}. Does "
                 "the tokenizer belong to this model? After adding tokens, call model.resize_token_embeddings."
             )
+
+    @torch.no_grad()
+    def _nearest(self, embeds: Tensor) -> Tensor:
+        """The ids whose embeddings are nearest, `[R, L]`: those of tokens that are given as embeddings."""
+        weight = self.embed_tokens.weight.float() if embeds.dtype != torch.float64 else self.embed_tokens.weight
+        similarity = torch.nn.functional.linear(embeds.to(weight.dtype), weight, -0.5 * weight.square().sum(1))
+        return similarity.argmax(-1)
 
     def _cache(self, cache: Any, use_cache: bool | None, batch: int) -> MemoryCache | None:
         """The cache to continue, a new one, or none."""
@@ -386,6 +396,7 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             cu_seq_lens_q=cu_seq_lens_q,
             cu_seqlens=cu_seqlens,
             return_dict=True,
+            request=kwargs.pop("request", None),
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
@@ -497,6 +508,7 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
             cu_seqlens=cu_seqlens,
             packing=False,
             return_dict=True,
+            request=kwargs.pop("request", None),
         )
         hidden = outputs.last_hidden_state
         count, tokens = hidden.shape[:2]

@@ -100,6 +100,7 @@ class ChainModel(MemoryModel):
         states: list[Any],
         every: bool,
         keep: bool,
+        request: Any = None,
     ) -> tuple[list[Tensor], list[Any]]:
         if self.config.chain_learning == "stream":
             return super()._read(rows, input_ids, inputs_embeds, states, every, keep)
@@ -252,13 +253,6 @@ class ChainModel(MemoryModel):
     def _taught(self, hidden: Tensor) -> Tensor:
         """Logits of the language model's head, or of the embedding where the backbone stands alone."""
         return self.teacher[0](hidden) if self.teacher else F.linear(hidden, self.embed_tokens.weight)
-
-    def _nearest(self, embeds: Tensor) -> Tensor:
-        """The ids whose embeddings are nearest, `[R, L]`: the labels of tokens that are given as embeddings."""
-        with torch.no_grad():
-            weight = self.embed_tokens.weight.float() if embeds.dtype != torch.float64 else self.embed_tokens.weight
-            similarity = F.linear(embeds.to(weight.dtype), weight, -0.5 * weight.square().sum(1))
-            return similarity.argmax(-1)
 
 
 class ChainForCausalLM(MemoryForCausalLM):

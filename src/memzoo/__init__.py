@@ -16,6 +16,7 @@ from memzoo.configuration.matrix_memory import (
     SWLAConfig,
     TransformerPlusPlusConfig,
 )
+from memzoo.configuration.memory_managed import MemoryManagedConfig
 from memzoo.configuration.titans import TitansConfig
 from memzoo.modeling.atlas import AtlasForCausalLM, AtlasForSequenceClassification, AtlasModel
 from memzoo.modeling.cache import MemoryCache, load_memory, save_memory
@@ -38,6 +39,11 @@ from memzoo.modeling.hope_attention import (
     HopeAttentionForCausalLM,
     HopeAttentionForSequenceClassification,
     HopeAttentionModel,
+)
+from memzoo.modeling.memory_managed import (
+    MemoryManagedForCausalLM,
+    MemoryManagedForSequenceClassification,
+    MemoryManagedModel,
 )
 from memzoo.modeling.omeganet import OmegaNetForCausalLM, OmegaNetForSequenceClassification, OmegaNetModel
 from memzoo.modeling.optimizers.dgd import DGD
@@ -87,6 +93,12 @@ ARCHITECTURES = (
         HopeAttentionForSequenceClassification,
     ),
     (HopeConfig, HopeModel, HopeForCausalLM, HopeForSequenceClassification),
+    (
+        MemoryManagedConfig,
+        MemoryManagedModel,
+        MemoryManagedForCausalLM,
+        MemoryManagedForSequenceClassification,
+    ),
 )
 
 for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
@@ -136,6 +148,10 @@ __all__ = [
     "HopeForSequenceClassification",
     "HopeModel",
     "MemoryCache",
+    "MemoryManagedConfig",
+    "MemoryManagedForCausalLM",
+    "MemoryManagedForSequenceClassification",
+    "MemoryManagedModel",
     "OmegaNetConfig",
     "OmegaNetForCausalLM",
     "OmegaNetForSequenceClassification",

@@ -1,0 +1,569 @@
+"""The managed memory of a block: a slot table that the block writes and reads, and stored chunks to fall back on.
+
+    p_e = sigmoid(MLP([x_e; what the table says about the event]))          at candidates e, query-blind
+    y_t = W_o (sigmoid(x_t W_g) * (rho_t slots_t + [rho_t < theta_read] (1 - rho_t) chunks_t))
+
+`slots_t` and the reader's confidence `rho_t` are those of `memzoo.kernels.slot_table`, read before the token's own
+event is applied: a token sees the writes of earlier tokens alone. `chunks_t` attends to the tokens of the K best stored
+chunks before the token's own.
+
+Source: Memory-Managed Long-Context Attention (arXiv 2606.28876). From the paper: a query-blind write probability from
+event type, salience, recency and conflict features; hard decisions; a reader whose low confidence opens a sparse
+look-up. Ours: the forms above, all widths, and the look-up: a chunk is summarised by the ids in it (a presence sketch)
+and by its longest keys, since the mean of its tokens does not find a single one among many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from memzoo.kernels.registry import as_given, cast
+from memzoo.kernels.slot_table import (
+    Event,
+    Outcome,
+    Reading,
+    ReadWeights,
+    Rules,
+    SlotTable,
+    empty_table,
+    keep,
+    noted,
+    read,
+    write,
+)
+from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
+from memzoo.modeling.mixers.features import unit_length, widened
+from memzoo.modeling.parts import placed
+
+QUERY_BLOCK = 512
+"""Tokens that look for chunks at once."""
+
+
+class Events(NamedTuple):
+    """What is said about each token of the rows."""
+
+    candidate: Tensor
+    """Whether an event ends there, `[R, L]`, bool."""
+    key_id: Tensor | None
+    """1 + the event's key id, `[R, L]`, int64."""
+    version: Tensor | None
+    """`[R, L]`, int64, 0 for none."""
+    protect: Tensor | None
+    """`[R, L]`, bool."""
+    query_key_id: Tensor | None
+    """1 + the id of the key that is read, 0 for a read by similarity, `[R, L]`, int64."""
+    query_version: Tensor | None
+    """The newest version that may be read, 0 for any, `[R, L]`, int64."""
+    ids: Tensor | None
+    """The tokens, `[R, L]`, int64, where chunks are sketched."""
+
+
+class Report(NamedTuple):
+    """What a block did with each token."""
+
+    accepted: Tensor
+    """Whether the token's event was written, `[R, L]`, bool."""
+    read_confidence: Tensor
+    """rho, `[R, L]`."""
+    active_chunks: Tensor
+    """The token's own chunk, those that the slots it read were written in, and those it looked into, `[R, L]`."""
+    counts: Tensor
+    """The table's, `[R, 9]`."""
+
+
+class ChunkIndex(NamedTuple):
+    """The complete chunks of each row, and its running one. All zeros before the first token."""
+
+    chunks: Tensor
+    """Keys and values `[R, N, C, 2 D]`, a chunk's tokens by falling length of their keys; row r has `position // C`."""
+    sketches: Tensor
+    """Which ids are in each chunk, `[R, N, bits / 8]`, uint8."""
+    running: Tensor
+    """Keys and values of the running chunk, `[R, C, 2 D]`."""
+    running_ids: Tensor
+    """1 + its ids, `[R, C]`, int64."""
+    recent_ids: Tensor
+    """1 + the last ids, for the next token's window, `[R, window - 1]`, int64."""
+
+
+class ManagedState(NamedTuple):
+    """A block with a slot table between two tokens."""
+
+    mixer: Any
+    table: SlotTable
+    index: ChunkIndex | None
+    """`None` without a fallback."""
+
+
+def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`layer(x)` in the dtype of `x`, for what a hard decision hangs on."""
+    return F.linear(x, cast(layer.weight, x.dtype), None if layer.bias is None else cast(layer.bias, x.dtype))
+
+
+class WriteController(nn.Module):
+    """Whether an event is worth a slot: `logit p = W_2 silu(W_1 x + W_f f + b_1) + b_2`.
+
+    The features f: the best match's similarity, how far the values differ, its confidence, age and last rejected
+    challenge; how full the table is and what its weakest slot is worth; the event's importance `sigmoid(x w_i)`. What
+    comes from the table carries no gradient.
+
+    Args:
+        width: of x.
+        hidden: of the hidden layer.
+    """
+
+    FEATURES = 8
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.event_proj = nn.Linear(width, hidden)
+        self.importance_proj = nn.Linear(width, 1)
+        self.feature_proj = nn.Linear(self.FEATURES, hidden, bias=False)
+        self.logit_proj = nn.Linear(hidden, 1)
+
+    def init_weights(self) -> None:
+        init.constant_(self.logit_proj.bias, 1.0)  # writes at first: what is never read has no gradient
+        init.normal_(self.feature_proj.weight, 0.0, self.FEATURES**-0.5)
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What of all events `[R, E, D]` does not depend on the table: hidden part `[R, E, F]`, importance `[R, E]`."""
+        x = widened(x)
+        with as_given(x.device):
+            return wide_linear(self.event_proj, x), torch.sigmoid(wide_linear(self.importance_proj, x))[..., 0]
+
+    def forward(self, table: SlotTable, hidden: Tensor, event: Event, rules: Rules) -> Tensor:
+        """The logit of each row's event `[R]`, whose `confidence` is not looked at."""
+        with as_given(hidden.device):
+            features = torch.cat([self._seen(table, event, rules), event.importance[:, None]], dim=1)
+            return wide_linear(self.logit_proj, F.silu(hidden + wide_linear(self.feature_proj, features)))[:, 0]
+
+    @staticmethod
+    @torch.no_grad()
+    def _seen(table: SlotTable, event: Event, rules: Rules) -> Tensor:
+        """The features that come from the table, `[R, 7]`."""
+        occupied = table.written > 0
+        similarity = (table.keys @ event.key[..., None])[..., 0].masked_fill(~occupied, -torch.inf)
+        best, match = similarity.max(1)
+        some = occupied.any(1)
+
+        def of_match(x: Tensor) -> Tensor:
+            return x.gather(1, match[:, None])[:, 0]
+
+        value = table.values[torch.arange(len(match), device=match.device), match]
+        lengths = value.norm(dim=1) + event.value.norm(dim=1)
+        age = (event.position - of_match(table.written) + 1).to(value.dtype)
+        weakest = keep(table, event.position, rules).masked_fill(~occupied | table.protected, torch.inf).amin(1)
+        of_slots = torch.stack(
+            [
+                best,
+                (value - event.value).norm(dim=1) / lengths.clamp(min=1e-6),
+                of_match(table.confidence),
+                age / (age + rules.age_scale),
+                of_match(table.rejected),
+                occupied.to(value.dtype).mean(1),
+                torch.where(weakest.isinf(), 0.0, weakest),
+            ],
+            dim=1,
+        )
+        # An event that is not finite is refused whatever its probability, which must not spoil the row's state.
+        return torch.where(some[:, None], of_slots, 0.0).nan_to_num(0.0, 0.0, 0.0)
+
+
+class SlotsRead(NamedTuple):
+    """What the slots gave and what became of the events, of all tokens `[R, L]`."""
+
+    output: Tensor
+    """`[R, L, D]`."""
+    confidence: Tensor
+    sources: Tensor
+    """1 + the position that each of the K slots read was written at, 0 for none, `[R, L, K]`."""
+    logit: Tensor
+    """Of the candidates' probabilities, 0 elsewhere."""
+    accepted: Tensor
+
+
+class Slots(nn.Module):
+    """A slot table with its write controller and read head.
+
+    Args:
+        config: a `MemoryManagedConfig`.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.slots, self.width, self.count = config.num_slots, config.memory_dim, config.read_top_k
+        self.rules = Rules(
+            write_threshold=config.write_threshold,
+            same_threshold=config.same_threshold,
+            protect_margin=config.protect_margin,
+            versions_per_key=config.versions_per_key if config.version_mode == "history" else 1,
+            keep_confidence=config.keep_confidence,
+            keep_usage=config.keep_usage,
+            keep_importance=config.keep_importance,
+            keep_age=config.keep_age,
+            age_scale=config.age_scale,
+            usage_decay=config.usage_decay,
+        )
+        self.q_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.controller = WriteController(config.hidden_size, 2 * self.width)
+        # beta = 32 sigmoid(.); w_c, w_u, w_t, alpha = softplus(.); theta.
+        self.score_weights = nn.Parameter(torch.empty(6))
+
+    def init_weights(self) -> None:
+        softplus = [math.log(math.expm1(x)) for x in (0.5, 0.1, 0.1, 8.0)]
+        init.copy_(self.score_weights, self.score_weights.new_tensor([0.0, *softplus, 0.5]))
+
+    def begin(self, rows: int, like: Tensor) -> SlotTable:
+        """Tables without a fact."""
+        return empty_table(rows, self.slots, self.width, self.width, like)
+
+    def forward(self, x: Tensor, step: Step, table: SlotTable, events: Events) -> tuple[SlotsRead, SlotTable]:
+        """Read every token and apply every event, in the order of the tokens, a token's read before its event.
+
+        Args:
+            x: `[R, L, D]`, right-padded.
+
+        Cost: one step of a loop per event of the row with the most, whatever the number of rows.
+        """
+        cuts = Cuts(events.candidate, step.added)
+        queries = cuts.gather(unit_length(self.q_proj(x)))
+        position = step.position[:, None] + cuts.columns
+        asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
+        found, outcomes, logits, weights = [], [], [], self._read_weights(queries.dtype)
+        pieces = [cuts.split(each) for each in (queries, position, cuts.real, *asked)]
+        writes = self._events(x, step, events, cuts)
+        for query, place, real, key_id, version in zip(*pieces, strict=True):
+            if query.shape[1]:
+                reading = read(table, query, place, self.rules, weights, self.count, key_id, version)
+                found.append((reading, self._sources(table, reading)))
+                table = noted(table, reading, real)
+            hidden, event = next(writes, (None, None))
+            if hidden is not None and event is not None:
+                logits.append(self.controller(table, hidden, event, self.rules))
+                table, outcome = write(table, event._replace(confidence=torch.sigmoid(logits[-1])), self.rules)
+                outcomes.append(outcome)
+        readings = [reading for reading, _ in found]
+        return SlotsRead(
+            cuts.joined([reading.output for reading in readings]),
+            cuts.joined([reading.confidence for reading in readings]),
+            cuts.joined([sources for _, sources in found]),
+            *self._of_tokens(cuts, logits, outcomes, queries),
+        ), table
+
+    def _events(self, x: Tensor, step: Step, events: Events, cuts: Cuts) -> Iterator[tuple[Tensor, Event]]:
+        """The rows' next events and the controller's hidden part of them, in order."""
+        if not cuts.count:
+            return
+        x = cuts.of_events(x)
+        keys, values = unit_length(self.k_proj(x)), widened(self.v_proj(x))
+        hidden, importance = self.controller.prepare(x)
+        position = step.position[:, None] + cuts.ends
+        said = [None if each is None else cuts.of_events(each) for each in (events.key_id, events.version)]
+        numbers = [torch.zeros_like(position) if each is None else each for each in said]
+        protect = torch.zeros_like(cuts.present) if events.protect is None else cuts.of_events(events.protect)
+        fields = (cuts.present, position, keys, values, importance, importance, *numbers, protect)
+        for at in range(cuts.count):
+            yield hidden[:, at], Event(*(each[:, at] for each in fields))
+
+    def _read_weights(self, dtype: torch.dtype) -> ReadWeights:
+        sharpness, *positive, threshold = cast(self.score_weights, dtype).unbind()
+        confidence, usage, age, match_scale = (F.softplus(w) for w in positive)
+        return ReadWeights(32 * torch.sigmoid(sharpness), confidence, usage, age, match_scale, threshold)
+
+    @staticmethod
+    def _sources(table: SlotTable, reading: Reading) -> Tensor:
+        written = table.written[:, None].expand(-1, reading.slots.shape[1], -1)
+        return written.gather(2, reading.slots.clamp(min=0)).masked_fill(reading.slots < 0, 0)
+
+    @staticmethod
+    def _of_tokens(cuts: Cuts, logits: list[Tensor], outcomes: list[Outcome], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and acceptance of the candidates, at their tokens `[R, L]`."""
+        rows, tokens = cuts.candidate.shape
+        logit = like.new_zeros(rows, tokens)
+        accepted = torch.zeros_like(cuts.candidate)
+        if not logits:
+            return logit, accepted
+        logit = logit.scatter(1, cuts.ends, torch.stack(logits, dim=1))
+        accepted = accepted.scatter(1, cuts.ends, torch.stack([outcome.accepted for outcome in outcomes], dim=1))
+        return torch.where(cuts.candidate, logit, 0.0), accepted & cuts.candidate
+
+
+class Cuts:
+    """Tokens `[R, L]` cut after each candidate, in segments that lie behind one another, padded to their longest row.
+
+    Where all rows are cut alike nothing is padded, and nothing moves.
+    """
+
+    def __init__(self, candidate: Tensor, added: Tensor) -> None:
+        rows, tokens = candidate.shape
+        self.candidate = candidate
+        per_row = candidate.sum(1)
+        self.count = int(per_row.max())
+        place = torch.arange(tokens, device=candidate.device)
+        # The candidates' columns, those of the rows with fewer followed by others.
+        self.ends = torch.argsort(~candidate, dim=1, stable=True)[:, : self.count]
+        self.present = torch.arange(self.count, device=candidate.device) < per_row[:, None]
+        self.aligned = bool((candidate == candidate[:1]).all()) and bool((added == tokens).all())
+        last = torch.where(self.present, self.ends + 1, added[:, None])
+        stops = torch.cat([last, added[:, None]], dim=1)
+        starts = torch.cat([torch.zeros_like(stops[:, :1]), stops[:, :-1]], dim=1)
+        self.widths: list[int] = (stops - starts).amax(0).tolist()
+        if self.aligned:
+            self.columns = place.expand(rows, -1)
+            self.real = torch.ones_like(candidate)
+            return
+        columns, limits = [], []
+        for start, stop, width in zip(starts.T, stops.T, self.widths, strict=True):
+            columns.append(start[:, None] + torch.arange(width, device=start.device))
+            limits.append(stop[:, None].expand(-1, width))
+        moved = torch.cat(columns, dim=1)
+        self.real = moved < torch.cat(limits, dim=1)
+        self.columns = moved.clamp(max=tokens - 1)
+        # Where each token has gone: to its segment's first column, and on from there.
+        segment = F.pad(candidate, (1, 0))[:, :-1].long().cumsum(1)
+        first = F.pad(torch.tensor(self.widths, device=candidate.device).cumsum(0), (1, 0))[:-1]
+        self.back = (first[segment] + place - starts.gather(1, segment)).clamp(0, moved.shape[1] - 1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`[R, L, ...]` in segments, `[R, L', ...]`."""
+        return x if self.aligned else _columns(x, self.columns)
+
+    def split(self, x: Tensor | None) -> list[Any]:
+        """The segments of `[R, L', ...]`."""
+        return [None] * len(self.widths) if x is None else list(x.split(self.widths, dim=1))
+
+    def of_events(self, x: Tensor) -> Tensor:
+        """The candidates of `[R, L, ...]`, `[R, E, ...]`."""
+        return _columns(x, self.ends)
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Segments back in the order of the tokens, `[R, L, ...]`."""
+        x = torch.cat(parts, dim=1)
+        return x if self.aligned else _columns(x, self.back)
+
+
+def _columns(x: Tensor, at: Tensor) -> Tensor:
+    """`x[r, at[r, i]]` of `[R, L, ...]`."""
+    return x.gather(1, at.view(*at.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+class Chunks(nn.Module):
+    """The fallback: attention to the tokens of the stored chunks that a token's look-up finds.
+
+        score_n = max_{k salient in n} q . k / sqrt(D) + sum_{i of the last ids} [i in n] log((N + 1) / (N_i + 1))
+
+    over the N complete chunks before the token's own, N_i of which hold id i; the best K are attended to. The look-up
+    carries no gradient, the attention does.
+
+    Args:
+        config: a `MemoryManagedConfig`.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.width, self.size, self.count = config.memory_dim, config.chunk_size, config.fallback_chunks
+        self.salient, self.bits, self.window = config.salient_keys, config.sketch_bits, config.sketch_window
+        self.q_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+
+    def begin(self, rows: int, like: Tensor) -> ChunkIndex:
+        """No chunk."""
+        return ChunkIndex(
+            chunks=like.new_zeros(rows, 0, self.size, 2 * self.width),
+            sketches=torch.zeros(rows, 0, self.bits // 8, dtype=torch.uint8, device=like.device),
+            running=like.new_zeros(rows, self.size, 2 * self.width),
+            running_ids=torch.zeros(rows, self.size, dtype=torch.int64, device=like.device),
+            recent_ids=torch.zeros(rows, max(self.window - 1, 0), dtype=torch.int64, device=like.device),
+        )
+
+    def forward(
+        self, x: Tensor, step: Step, index: ChunkIndex, ids: Tensor, wanted: Tensor
+    ) -> tuple[Tensor, Tensor, ChunkIndex]:
+        """Store the tokens, and look into the chunks before them.
+
+        Args:
+            x: `[R, L, D_model]`, right-padded.
+            ids: `[R, L]`.
+            wanted: tokens whose look-up is wanted, `[R, L]`, bool.
+
+        Returns:
+            Outputs `[R, L, D]`, 0 where nothing was looked up; how many chunks were, `[R, L]`; the new index.
+        """
+        q = self.q_proj(x)
+        kv = torch.cat([self.k_proj(x), self.v_proj(x)], dim=-1)
+        recent = torch.cat([index.recent_ids, ids + 1], dim=1)
+        index = self._stored(kv, ids + 1, step, index)
+        if self.window > 1:
+            last = step.added[:, None] + torch.arange(self.window - 1, device=ids.device)
+            index = index._replace(recent_ids=recent.gather(1, last))
+        outputs, counts = [], []
+        chunk = (step.position[:, None] + torch.arange(ids.shape[1], device=ids.device)) // self.size
+        anything = index.chunks.shape[1] > 0 and bool((wanted & (chunk > 0)).any())
+        if not anything:
+            return q.new_zeros(q.shape), torch.zeros_like(ids), index
+        sketch_bits = index.sketches.transpose(1, 2)
+        for low in range(0, ids.shape[1], QUERY_BLOCK):
+            part = slice(low, low + QUERY_BLOCK)
+            before = torch.arange(index.chunks.shape[1], device=ids.device) < chunk[:, part, None]
+            before = before & wanted[:, part, None]
+            looked = [recent[:, low + lag : low + lag + before.shape[1]] for lag in range(self.window)]
+            chosen, held = self._found(q[:, part], index, sketch_bits, looked, before)
+            outputs.append(self._attend(q[:, part], index.chunks, chosen, held))
+            counts.append(held.sum(-1))
+        return torch.cat(outputs, dim=1), torch.cat(counts, dim=1), index
+
+    def _stored(self, kv: Tensor, ids: Tensor, step: Step, index: ChunkIndex) -> ChunkIndex:
+        """The index with more tokens, `ids` being 1 + theirs."""
+        begun, stored = step.position % self.size, step.position // self.size
+        done = (begun + step.added) // self.size
+        most = int(done.max())
+        place = torch.arange((most + 1) * self.size, device=ids.device)
+        kv = placed(place, begun, step.added, kv, F.pad(index.running, (0, 0, 0, most * self.size)))
+        ids = placed(place, begun, step.added, ids, F.pad(index.running_ids, (0, most * self.size)))
+        kv, ids = kv.unflatten(1, (most + 1, self.size)), ids.unflatten(1, (most + 1, self.size))
+        row = torch.arange(len(done), device=done.device)
+        index = index._replace(running=kv[row, done], running_ids=ids[row, done])
+        if not most:
+            return index
+        more = max(0, int((stored + done).max()) - index.chunks.shape[1])
+        every = torch.arange(index.chunks.shape[1] + more, device=ids.device)
+        with torch.no_grad():
+            length = widened(kv[:, :most, :, : self.width]).square().sum(-1)
+            order = length.argsort(dim=-1, descending=True, stable=True)[..., None].expand(-1, -1, -1, kv.shape[-1])
+            sketches = self._sketched(ids[:, :most])
+        chunks, old = kv[:, :most].gather(2, order), F.pad(index.chunks, (0, 0, 0, 0, 0, more))
+        return index._replace(
+            chunks=placed(every, stored, done, chunks, old),
+            sketches=placed(every, stored, done, sketches, F.pad(index.sketches, (0, 0, 0, more))),
+        )
+
+    def _sketched(self, ids: Tensor) -> Tensor:
+        """Presence bits of `[R, N, C]` ids, 1 + each, `[R, N, bits / 8]`."""
+        bits = torch.zeros(*ids.shape[:2], self.bits, dtype=torch.uint8, device=ids.device)
+        bits = bits.scatter(2, (ids - 1).clamp(min=0) % self.bits, 1)
+        powers = 2 ** torch.arange(8, dtype=torch.uint8, device=ids.device)
+        return (bits.unflatten(2, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def _found(
+        self, q: Tensor, index: ChunkIndex, sketches: Tensor, looked: list[Tensor], before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The best chunks of each token `[R, L, K]` and which of those there are, among `before` `[R, L, N]`."""
+        with as_given(q.device):
+            salient = widened(index.chunks[:, :, : self.salient, : self.width])
+            score = (widened(q) @ salient.flatten(1, 2).mT).unflatten(2, (-1, self.salient)).amax(-1)
+            score = score * self.width**-0.5
+            row, total = torch.arange(len(q), device=q.device)[:, None], before.sum(-1, keepdim=True)
+            for ids in looked:
+                bit = (ids - 1).clamp(min=0) % self.bits
+                there = (sketches[row, bit // 8] >> (bit % 8).to(torch.uint8)[..., None]) & 1
+                there = (there > 0) & before & (ids > 0)[..., None]
+                rarity = torch.log((total + 1) / (there.sum(-1, keepdim=True) + 1).to(score.dtype))
+                score = score + there * rarity
+            score = score.masked_fill(~before, -torch.inf)
+            best = score.sort(dim=-1, descending=True, stable=True)
+            return best.indices[..., : self.count], best.values[..., : self.count] > -torch.inf
+
+    def _attend(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
+        """`softmax(q . k / sqrt(D)) v` over the tokens of each token's chunks: those gathered, or for many queries all
+        chunks under a mask, which reads less."""
+        scale = self.width**-0.5
+        if chosen[0].numel() <= chunks.shape[1]:
+            row = torch.arange(len(q), device=q.device)[:, None, None]
+            keys, values = chunks[row, chosen].flatten(2, 3).split(self.width, dim=-1)
+            score = (keys @ q[..., None])[..., 0]
+            seen = held.repeat_interleave(self.size, dim=-1)
+        else:
+            keys, values = chunks.flatten(1, 2).split(self.width, dim=-1)
+            score = q @ keys.mT
+            spread = torch.zeros(*q.shape[:2], chunks.shape[1], dtype=torch.bool, device=q.device)
+            seen = spread.scatter(2, chosen, held).repeat_interleave(self.size, dim=-1)
+        score = widened(score * scale).masked_fill(~seen, torch.finfo(torch.float32).min)
+        weights = cast(score.softmax(-1) * seen, values.dtype)
+        return (weights[:, :, None] @ values)[:, :, 0] if values.ndim == 4 else weights @ values
+
+
+class ManagedMemory(nn.Module):
+    """Slots, the chunks behind them, and the gate into the hidden states.
+
+    Args:
+        config: a `MemoryManagedConfig`.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.chunk_size, self.threshold = config.chunk_size, config.read_threshold
+        self.slots = Slots(config)
+        self.chunks = Chunks(config) if config.fallback_chunks else None
+        self.gate_proj = nn.Linear(config.hidden_size, config.memory_dim)
+        self.o_proj = nn.Linear(config.memory_dim, config.hidden_size, bias=False)
+
+    def begin(self, rows: int, like: Tensor) -> tuple[SlotTable, ChunkIndex | None]:
+        """The state before the first token."""
+        return self.slots.begin(rows, like), None if self.chunks is None else self.chunks.begin(rows, like)
+
+    @torch.compiler.disable  # a loop over events, of which every batch has another number
+    def forward(
+        self, x: Tensor, step: Step, table: SlotTable, index: ChunkIndex | None, events: Events
+    ) -> tuple[Tensor, SlotTable, ChunkIndex | None, Tensor, Report]:
+        """Read and write.
+
+        Args:
+            x: `[R, L, D]`, right-padded.
+
+        Returns:
+            What the block adds to its hidden states `[R, L, D]`; the new table and index; the candidates' logits of p
+            `[R, L]`, 0 elsewhere; a report.
+        """
+        found, table = self.slots(x, step, table, events)
+        y, rho = found.confidence[..., None] * found.output, found.confidence
+        looked = torch.zeros_like(found.sources[..., 0])
+        if self.chunks is not None and index is not None:
+            assert events.ids is not None
+            wanted = rho.detach() < self.threshold
+            more, looked, index = self.chunks(x, step, index, events.ids, wanted)
+            y = y + torch.where(wanted, 1 - rho, 0.0)[..., None] * more
+        y = self.o_proj(torch.sigmoid(self.gate_proj(x)) * cast(y, x.dtype))
+        chunks = 1 + self._distinct(found.sources) + looked
+        report = Report(found.accepted, rho.detach(), chunks, table.counts)
+        return y, table, index, found.logit, report
+
+    def _distinct(self, sources: Tensor) -> Tensor:
+        """How many chunks the slots `[R, L, K]` come from, by 1 + the position of their writing."""
+        chunk = torch.where(sources > 0, (sources - 1) // self.chunk_size + 1, 0).sort(dim=-1).values
+        return ((chunk > 0) & (F.pad(chunk, (1, 0))[..., :-1] != chunk)).sum(-1)
+
+
+class ManagedBlock(MemoryBlock):
+    """A block with a managed memory between its mixer and its feed-forward:
+
+    h = h + mixer(norm(h));  h = h + memory(norm(h));  h = h + SwiGLU(norm(h))
+    """
+
+    def __init__(self, config: PreTrainedConfig, mixer: Mixer) -> None:
+        super().__init__(config, mixer)
+        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.memory = ManagedMemory(config)
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, step: Step, state: ManagedState | None, keep_state: bool, events: Events
+    ) -> tuple[Tensor, ManagedState | None, Tensor, Report]:
+        mixed, mixer = self.mixer(self.mixer_norm(hidden), step, None if state is None else state.mixer)
+        hidden = hidden + mixed
+        x = self.memory_norm(hidden)
+        table, index = self.memory.begin(len(x), x) if state is None else (state.table, state.index)
+        remembered, table, index, logit, report = self.memory(x, step, table, index, events)
+        hidden = hidden + remembered
+        hidden = hidden + self.mlp(self.mlp_norm(hidden))
+        return hidden, ManagedState(mixer, table, index) if keep_state else None, logit, report
