@@ -177,6 +177,7 @@ def remembered(
         if not asking:
             continue
         asked = torch.zeros(3, len(samples), 1, dtype=torch.long)
+        asked[0, :, 0] = torch.tensor([len(one.ids) for one in samples])  # after all events where nothing is asked
         for row, (position, query) in asking.items():
             asked[:, row, 0] = torch.tensor([position, query.answer.key + 1, query.version])
         position, key_id, version = asked
