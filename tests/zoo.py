@@ -185,7 +185,13 @@ _MANAGED = {
 TINY |= {
     # A constant state: slots alone, whose keys meet often enough to be overwritten and contested.
     "memory_managed-e1": memzoo.MemoryManagedConfig(
-        **_SHARED, **_MANAGED, write_stride=2, same_threshold=0.5, write_threshold=0.4, fallback_chunks=0
+        **_SHARED,
+        **_MANAGED,
+        write_stride=2,
+        same_threshold=0.5,
+        write_threshold=0.4,
+        keep_importance=4.0,
+        fallback_chunks=0,
     ),
     "memory_managed-fallback": memzoo.MemoryManagedConfig(
         **_SHARED,

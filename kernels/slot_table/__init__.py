@@ -282,18 +282,20 @@ def read(
     """
     with as_given(query.device):
         eligible = _eligible(table, rules, key_id, version)
-        found = (query.to(table.keys.dtype) @ table.keys.mT).masked_fill(~eligible, -torch.inf)
+        found = query.to(table.keys.dtype) @ table.keys.mT
         if key_id is not None:
-            found = torch.where(eligible & (key_id[..., None] > 0), 1.0, found)
+            found = torch.where(key_id[..., None] > 0, 1.0, found)
         age = _aged(position[..., None] - table.written[:, None] + 1, rules, table.keys.dtype)
         standing = weights.confidence * torch.log(table.confidence + EPS) + weights.usage * torch.log1p(table.usage)
         score = weights.sharpness * found + standing[:, None] - weights.age * age
-        top = score.detach().sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        # No infinity enters what is differentiated: 0 times it would be NaN.
+        order = score.detach().masked_fill(~eligible, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        top = order.indices[..., :count]
         held = eligible.expand_as(score).gather(-1, top)
         chosen = score.gather(-1, top).masked_fill(~held, torch.finfo(score.dtype).min).softmax(-1) * held
         spread = torch.zeros_like(score).scatter(-1, top, chosen)
         any_held = held.any(-1)
-        best = torch.where(any_held, found.amax(-1), 0.0)
+        best = torch.where(any_held, found.masked_fill(~eligible, -torch.inf).amax(-1), 0.0)
         rho = torch.where(any_held, torch.sigmoid(weights.match_scale * (best - weights.match_threshold)), 0.0)
         return Reading(spread @ table.values, rho, spread, torch.where(held, top, -1))
 

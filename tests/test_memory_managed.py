@@ -1,0 +1,283 @@
+"""What the managed memory adds to the model-level tests: who writes, what is said about tokens, the chunk look-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tolerances import MODEL, close, error
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
+
+import memzoo
+from memzoo import MemoryCache, MemoryManagedConfig
+from memzoo.modeling import memory_managed
+from memzoo.modeling.mixers import managed
+
+BOUND = MODEL[torch.float64]
+LENGTH = 6 * zoo.CHUNK + 3
+NAMES = ["memory_managed-e1", "memory_managed-fallback"]
+EXTERNAL = {"write_trigger": "external", "write_threshold": 0.0}
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: Tensor | None, **kwargs: Any) -> Any:
+    return model(ids, output_memory=True, **kwargs)
+
+
+def at(shape: tuple[int, int], **places: int) -> Tensor:
+    """Zeros but at columns `c3=value` of every row."""
+    x = torch.zeros(shape, dtype=torch.long)
+    for name, value in places.items():
+        x[:, int(name[1:])] = value
+    return x
+
+
+@pytest.mark.parametrize("backbone", ["titans", "transformer_pp"])
+def test_another_backbone(backbone: str) -> None:
+    """Prefill and decode equal one pass, and rows on the left of padding what they are alone."""
+    options = {"chunk_size": zoo.CHUNK} if backbone == "titans" else {}
+    model = zoo.build("memory_managed-e1", torch.float64, backbone=backbone, backbone_options=options).eval()
+    ids = zoo.tokens(2, LENGTH)
+    want, cache = read(model, ids).logits, MemoryCache(model.config)
+    parts = [read(model, part, cache=cache).logits for part in ids.split([9, 1, 1, LENGTH - 11], dim=1)]
+    close(torch.cat(parts, dim=1), want, BOUND)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    close(read(model, ids, attention_mask=mask).logits[1, 5:], read(model, ids[1:, 5:]).logits[0], BOUND)
+
+
+def test_an_empty_table_adds_nothing() -> None:
+    """Without an event the block is the backbone's; so it is up to the first event's own token, and not after it."""
+    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL).eval()
+    ids = zoo.tokens(1, 9)
+    with torch.no_grad():
+        plain, out = read(model, ids), read(model, ids, event_mask=at((1, 9), c4=1))
+        for parameter in (model.model.layers[1].memory.o_proj.weight,):
+            parameter.zero_()
+        assert torch.equal(read(model, ids).logits, plain.logits)
+    assert torch.equal(out.logits[:, :5], plain.logits[:, :5])
+    assert error(out.logits[:, 5:], plain.logits[:, 5:]) > 1e-6
+    assert out.write_accept[0].nonzero().tolist() == [[0, 4]]
+    assert not out.read_confidence[0][:, :5].any()
+    assert bool((out.read_confidence[0][:, 5:] > 0).all())
+
+
+def test_metadata_decides_what_is_kept() -> None:
+    """Ids match, protection keeps, versions can be asked for; the same through a cache, padding and packing."""
+    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL, version_mode="history").eval()
+    ids, shape = zoo.tokens(2, 12), (2, 12)
+    said = {
+        "event_mask": at(shape, c1=1, c3=1, c5=1, c7=1, c8=1),
+        "key_ids": at(shape, c1=7, c3=7, c5=9, c7=7, c8=3),
+        "versions": at(shape, c1=1, c3=2, c7=1, c8=1),
+        "protect": at(shape, c1=1, c3=1, c5=1),
+    }
+    out = read(model, ids, **said)
+    assert out.memory_stats[0].tolist() == [[3, 1, 0, 0, 0, 0, 0, 1, 0]] * 2
+    rows = model.memory_table(out.cache, row=1)
+    assert [(r.slot, r.key, r.version, r.protected, r.written) for r in rows] == [
+        (0, 7, 1, True, 7),
+        (1, 7, 2, True, 3),
+        (2, 9, 0, True, 5),
+    ]
+    lines = str(model.memory_table(out.cache, text=lambda position: f"fact of {position}")).splitlines()
+    assert lines[0].split() == ["slot", "key", "value", "confidence", "usage", "version", "protected", "written", "at"]
+    assert [word in line for word, line in zip(("fact of 7", "#7", "no"), lines[1:], strict=True)] == [
+        True,
+        True,
+        False,
+    ]
+    asks = [torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)]
+    asks[0][:, 10:], asks[1][:, 10] = 7, 1
+    asked = read(model, ids, **said, query_key_ids=asks[0], query_versions=asks[1])
+    older, newer = asked.read_confidence[0][0, 10:]
+    assert older == newer > 0  # a match by id is a whole one
+    assert error(asked.logits[:, 10], out.logits[:, 10]) > 1e-6
+
+    cache, parts = MemoryCache(model.config), []
+    for low, high in ((0, 3), (3, 4), (4, 8), (8, 12)):
+        part = {name: x[:, low:high] for name, x in said.items()}
+        parts.append(read(model, ids[:, low:high], cache=cache, **part).logits)
+    close(torch.cat(parts, dim=1), out.logits, BOUND)
+    mask = torch.ones_like(ids)
+    mask[0, :1] = 0
+    close(read(model, ids, attention_mask=mask, **said).logits[1], out.logits[1], BOUND)
+    packed = {"position_ids": torch.arange(12).repeat(2)[None]}
+    flat = {name: x.reshape(1, -1) for name, x in (said | {"input_ids": ids}).items()}
+    together = read(model, flat.pop("input_ids"), **packed, **flat)
+    close(together.logits[0].view(2, 12, -1), out.logits, BOUND)
+    assert torch.equal(together.write_accept[0].view(2, 12), out.write_accept[0])
+    assert together.memory_stats is None
+
+
+def test_generation_takes_what_is_said_about_the_prompt() -> None:
+    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL).eval()
+    ids, said = zoo.tokens(2, 9), {"event_mask": at((2, 9), c2=1, c5=1), "key_ids": at((2, 9), c2=4, c5=6)}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "num_beams": 2}
+    cached, cache = model.generate(ids, **said, **options), MemoryCache(model.config)
+    assert torch.equal(cached, model.generate(ids, **said, **options, use_cache=False))
+    read(model, ids, cache=cache, **said)
+    assert [row.key for row in model.memory_table(cache)] == [4, 6]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_do_not_cross_decisions(name: str) -> None:
+    """The controller learns from labels and without them; the table's gradient comes through what was read."""
+    model, ids = zoo.build(name, torch.float64), zoo.tokens(2, LENGTH)
+    controller = (
+        model.model.layers[-1].memory.slots.controller
+        if name.endswith("e1")
+        else (model.model.layers[0].memory.slots.controller)
+    )
+    weights = list(controller.parameters())
+    plain = model(ids, labels=ids)
+    gradients = torch.autograd.grad(plain.loss, weights, retain_graph=True)
+    assert all(bool(g.any() and g.isfinite().all()) for g in gradients)
+    out = model(ids, labels=ids, write_labels=torch.ones_like(ids), output_memory=True)
+    expected = torch.stack([-p[p > 0].log().mean() for p in out.write_prob]).mean()
+    close(out.loss - plain.loss, model.config.write_loss_weight * expected.to(out.loss.dtype), MODEL[torch.float32])
+    labelled = torch.autograd.grad(out.loss, weights)
+    assert all(error(a, b) > 1e-9 for a, b in zip(labelled, gradients, strict=True))
+    none = model(ids, labels=ids, write_labels=torch.full_like(ids, -100))
+    assert torch.equal(none.loss, plain.loss)
+
+
+def test_the_look_up_finds_a_token_among_many() -> None:
+    """One chunk holds an id that is asked for again; mean vectors would not find it (the sketch does), and both ways of
+    attending give the same."""
+    model = zoo.build(
+        "memory_managed-fallback",
+        torch.float64,
+        fallback_chunks=1,
+        sketch_bits=64,
+        read_threshold=1.0,
+        event_token_ids=[60],
+        memory_layers=[1],
+    ).eval()
+    ids = torch.randint(1, 40, (1, 20 * zoo.CHUNK), generator=torch.Generator().manual_seed(0))
+    ids[0, 5] = ids[0, -1] = 50
+    chunks = model.model.layers[1].memory.chunks
+    found, count = [], chunks.count
+    hook = chunks._found
+
+    def spy(*args: Any) -> tuple[Tensor, Tensor]:
+        found.append(hook(*args))
+        return found[-1]
+
+    chunks._found = spy
+    want = read(model, ids)
+    assert int(found[-1][0][0, -1, 0]) == 5 // zoo.CHUNK
+    assert bool((want.active_chunks[0][0, zoo.CHUNK :] == 2).all())
+    assert bool((want.active_chunks[0][0, : zoo.CHUNK] == 1).all())
+    cache = MemoryCache(model.config)
+    read(model, ids[:, :-1], cache=cache)
+    stepped = read(model, ids[:, -1:], cache=cache)  # few queries gather their chunks
+    assert torch.equal(found[-1][0][0, -1], found[0][0][0, -1])
+    close(stepped.logits[:, -1], want.logits[:, -1], BOUND)
+    assert count == 1
+
+
+def test_many_queries_look_up_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = zoo.causal_lm("memory_managed-fallback"), zoo.tokens(2, LENGTH)
+    want = read(model, ids).logits
+    monkeypatch.setattr(managed, "QUERY_BLOCK", 5)
+    close(read(model, ids).logits, want, BOUND)
+
+
+def test_a_confident_reader_asks_no_chunk() -> None:
+    """With a threshold of 0 the chunks change nothing; between, they do where the confidence is below it."""
+    ids = zoo.tokens(2, LENGTH)
+    never, always = (
+        read(zoo.build("memory_managed-fallback", torch.float64, read_threshold=x).eval(), ids) for x in (0.0, 1.0)
+    )
+    assert error(never.logits, always.logits) > 1e-6
+    assert bool((never.active_chunks[0] <= 1 + 2).all())
+    some = read(zoo.causal_lm("memory_managed-fallback"), ids)
+    looked = some.active_chunks[0] > never.active_chunks[0]
+    late = torch.arange(LENGTH) >= zoo.CHUNK
+    assert torch.equal(looked, (some.read_confidence[0] < 0.7) & late)
+    assert bool(looked.any())
+    assert not bool(looked[:, late].all())
+
+
+def test_a_longer_context_than_calibrated_warns_once() -> None:
+    model, ids = zoo.build("memory_managed-fallback", calibrated_lengths=[4, 8]).eval(), zoo.tokens(2, 9)
+    logging.warning_once.cache_clear()
+    with CaptureLogger(memory_managed.logger) as log:
+        read(model, ids[:, :8])
+        assert "calibrated" not in log.out
+        read(model, ids)
+        read(model, ids)
+    assert log.out.count("was calibrated on contexts of 4 to 8 tokens and this one is longer") == 1
+
+
+def test_a_hidden_state_that_is_not_finite_is_not_stored() -> None:
+    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL).eval()
+    cache, embeds = MemoryCache(model.config), model.get_input_embeddings()(zoo.tokens(1, 6)).detach()
+    read(model, None, inputs_embeds=embeds[:, :3], event_mask=at((1, 3), c1=1), cache=cache)
+    embeds[0, 4] = torch.nan
+    out = read(model, None, inputs_embeds=embeds[:, 3:], event_mask=at((1, 3), c1=1), cache=cache)
+    assert out.memory_stats[0].tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 1]]
+    table = cache.states[1].table
+    assert int((table.written > 0).sum()) == 1
+    assert all(bool(table._asdict()[name].isfinite().all()) for name in ("keys", "values", "confidence"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_slots": 0}, "num_slots=0: expected at least 1"),
+        ({"read_top_k": 5, "num_slots": 4}, "read_top_k=5: expected at most num_slots=4"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"write_threshold": 1.5}, "write_threshold=1.5: expected 0 to 1"),
+        ({"read_threshold": -0.1}, "read_threshold=-0.1: expected 0 to 1"),
+        ({"write_trigger": "token"}, "event_token_ids=None: expected ids that end an event"),
+        ({"write_trigger": "never"}, "write_trigger='never': expected one of"),
+        ({"event_token_ids": [99], "vocab_size": 9}, "expected ids below vocab_size=9"),
+        ({"memory_layers": [12]}, r"memory_layers=\[12\]: expected None, or ascending blocks from 0 to 11"),
+        ({"calibrated_lengths": [9, 3]}, "calibrated_lengths"),
+        ({"backbone": "lstm"}, "backbone='lstm': expected one of"),
+        ({"backbone_options": {"windows": 3}}, "backbone_options=.*: expected None, or fields of SWLAConfig"),
+        ({"backbone_options": {"hidden_size": 3}}, "fields of SWLAConfig that this config does not have itself"),
+        ({"backbone_options": {"window": 0}}, "SWLAConfig: window=0"),
+    ],
+)
+def test_configs_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MemoryManagedConfig(**options)
+
+
+def test_refuses_what_is_said_wrongly() -> None:
+    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL).eval()
+    ids, cache = zoo.tokens(2, 6), MemoryCache(model.config)
+    read(model, ids, cache=cache)
+    before = [x.clone() for layer in cache.layers for x in layer.tensors]
+    ends, mask = at((2, 6), c0=1), torch.ones_like(ids)
+    mask[1, 0] = 0
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"event_mask": ends[:, :5]}, r"event_mask: expected integers or bools \(2, 6\), got \(2, 5\)"),
+        ({"event_mask": ends, "key_ids": -ends}, "key_ids: expected at least 0, got -1"),
+        ({"versions": -ends}, "versions: expected at least 0"),
+        ({"query_key_ids": -2 * ends}, "query_key_ids: expected at least -1"),
+        ({"key_ids": ends.double()}, "key_ids: expected integers"),
+        ({"event_mask": ends, "attention_mask": mask}, "row 1 has an event on padding"),
+        ({"write_labels": ends[:, :3]}, "write_labels: expected"),
+        ({"write_labels": 2 * ends}, "write_labels: expected 0, 1, or -100"),
+    ]
+    for said, message in cases:
+        with pytest.raises(ValueError, match=message):
+            model(ids, cache=cache, **said)
+    assert all(torch.equal(x, y) for x, y in zip(before, (x for c in cache.layers for x in c.tensors), strict=True))
+    with pytest.raises(ValueError, match="since write_trigger='stride' finds the events"):
+        zoo.causal_lm("memory_managed-e1")(ids, event_mask=ends)
+    with pytest.raises(ValueError, match=r"layer=0: expected one of \[1\]"):
+        model.memory_table(cache, layer=0)
+    with pytest.raises(ValueError, match="a MemoryCache with a row 2"):
+        model.memory_table(cache, row=2)
+    assert list(model.memory_table(MemoryCache(model.config))) == []
+    assert str(memzoo.modeling.memory_managed.MemoryTable()).startswith("slot")
