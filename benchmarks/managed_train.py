@@ -174,3 +174,96 @@ class Learner:
             found[name] = counts
         self.model.train()
         return found
+
+
+def pooled(found: dict[str, dict[str, int]]) -> dict[str, int]:
+    """The counts of all tasks together."""
+    counts = list(found.values())
+    return {key: sum(count[key] for count in counts) for key in counts[0]}
+
+
+def run(setup: Setup, model: str, labelled: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one model and test it: a row of the results."""
+    learner = Learner(setup, model, args.metadata, seed)
+    begin = time.process_time()
+    every, log = max(1, args.steps // 100), []
+    bar = trange(args.steps, desc=f"{model}, {labelled:.0%} labels, seed {seed}")
+    for record in learner.train(args.steps, labelled, 60 * args.minutes):
+        bar.update()
+        if record["step"] % every < len(setup.tasks):  # a round of the tasks now and then
+            log.append(record)
+        last = record["step"]
+    bar.close()
+    found = {split: learner.test(split, args.samples) for split in ("held_out", "new_pairs")}
+    return {
+        "model": model,
+        "parameters": learner.model.num_parameters(),
+        "labelled": labelled,
+        "seed": seed,
+        "steps": last + 1,
+        "planned_steps": args.steps,
+        "cpu_seconds": time.process_time() - begin,
+        "log": log,
+        **{split: {**counts, "all": pooled(counts)} for split, counts in found.items()},
+    }
+
+
+def report(rows: Sequence[dict[str, Any]], split: str) -> str:
+    """Shares of samples with nothing but right answers, in brackets those of likely mistakes."""
+
+    def cell(counts: dict[str, int]) -> str:
+        misled = f" ({counts['misled'] / counts['misleading']:.0%})" if counts["misled"] else ""
+        return f"{counts['right_samples'] / counts['samples']:.1%}{misled}"
+
+    lines = [
+        {
+            split: f"{row['model']}, {row['labelled']:.0%} labels, seed {row['seed']}",
+            "steps": f"{row['steps']}/{row['planned_steps']}",
+            **{task: cell(counts) for task, counts in row[split].items()},
+            "right": "{right_samples}/{samples}".format(**row[split]["all"]),
+        }
+        for row in rows
+    ]
+    return table([(head, lambda line, head=head: line[head]) for head in lines[0]], lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", choices=SETUPS, default="full")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated; default all")
+    parser.add_argument("--labels", default="0.25,0,1", help="shares of events with a write label; default 0.25,0,1")
+    parser.add_argument("--metadata", choices=METADATA, default="none")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of training at most, each model")
+    parser.add_argument("--samples", type=int, default=100, help="held-out samples per task; default 100")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    args = parser.parse_args(argv)
+    models, labels = args.models.split(","), [float(share) for share in args.labels.split(",")]
+    if unknown := set(models) - set(MODELS):
+        parser.error(f"unknown {sorted(unknown)}; expected some of {', '.join(MODELS)}")
+    if not all(0 <= share <= 1 for share in labels) or min(args.seeds, args.steps, args.samples) < 1:
+        parser.error("expected --labels of 0 to 1 and --seeds, --steps and --samples of at least 1")
+    torch.set_num_threads(1)
+    setup = SETUPS[args.setup]
+    settings = {
+        **asdict(setup),
+        "config": setup.config().to_diff_dict(),
+        "metadata": args.metadata,
+        "optimizer": "AdamW, weight decay 0.01, gradients clipped at 1, cosine schedule after a warm-up of a twentieth",
+        "dtype": "float32",
+        "threads": 1,
+    }
+    content: dict[str, Any] = {**about("managed_train.py", argv, settings), "rows": []}
+    for model, seed in itertools.product(models, range(args.seeds)):
+        for labelled in labels if model == "managed" else [0.0]:
+            content["rows"].append(run(setup, model, labelled, seed, args))
+            if args.json:
+                write_json(args.json, content)
+    for split in ("held_out", "new_pairs"):
+        print(report(content["rows"], split), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
