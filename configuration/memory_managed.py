@@ -151,7 +151,7 @@ class MemoryManagedConfig(MemoryConfig):
         """Part of the `@strict` validation."""
         require(self.backbone in BACKBONES, self, "backbone", f"one of {sorted(BACKBONES)}")
         kind = BACKBONES[self.backbone]
-        own = {field.name for field in fields(kind)} - self._shared(kind)  # type: ignore[arg-type]
+        own = {field.name for field in fields(kind)} - self._shared(kind)
         require(
             set(self.backbone_options or {}) <= own,
             self,

@@ -71,8 +71,8 @@ class Request:
             return
         for at, (ours, theirs) in enumerate(zip(self.answers, answers, strict=True)):
             pairs = zip(ours[:-1], theirs[:-1], strict=True)
-            summed = (a | b if a.dtype == torch.bool else a + b for a, b in pairs)
-            self.answers[at] = Answers(*summed, None)
+            summed = [a | b if a.dtype == torch.bool else a + b for a, b in pairs]
+            self.answers[at] = Answers(*summed, None)  # type: ignore[call-arg]
 
 
 @dataclass
@@ -147,7 +147,7 @@ class MemoryManagedPreTrainedModel(MemoryPreTrainedModel):
     def make_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
         backbone = config.backbone_config
         backbone._attn_implementation = config._attn_implementation
-        return MODEL_MAPPING[type(backbone)].make_mixer(backbone, layer_idx)
+        return MODEL_MAPPING[type(backbone)].make_mixer(backbone, layer_idx)  # type: ignore[attr-defined]
 
     @classmethod
     def make_block(cls, config: PreTrainedConfig, layer_idx: int) -> nn.Module:
@@ -283,8 +283,8 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
     @staticmethod
     def _answers(rows: Rows, candidate: Tensor, logit: Tensor, report: Report) -> Answers:
         of_tokens = (candidate, logit, report.accepted, report.read_confidence, report.active_chunks)
-        scattered = (rows.scatter(x).to(x.dtype) for x in of_tokens)
-        return Answers(*scattered, None if rows.packed else report.counts)
+        counts = None if rows.packed else report.counts
+        return Answers(*(rows.scatter(x).to(x.dtype) for x in of_tokens), counts)  # type: ignore[call-arg]
 
     def _warn_of_length(self, step: Step) -> None:
         lengths, threshold = self.config.calibrated_lengths, self.config.read_threshold
@@ -340,7 +340,8 @@ class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
     Its forward takes what `MemoryManagedModel` takes about tokens, and
 
     - `write_labels`: `[B, T]`, 1 where the event that ends there shall be written, 0 where not, -100 for no label; adds
-      `write_loss_weight` times the mean cross-entropy of the labelled candidates to the loss;
+      `write_loss_weight` times the mean cross-entropy of the labelled candidates to the loss (Trainer passes them on
+      with `remove_unused_columns=False`);
     - `output_memory`: whether the output says what the tables did; see `ManagedCausalLMOutput`.
 
     Example:
@@ -369,13 +370,14 @@ class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
         protect: Tensor | None = None,
         query_key_ids: Tensor | None = None,
         query_versions: Tensor | None = None,
-        write_labels: Tensor | None = None,
         output_memory: bool | None = None,
         **kwargs: Any,
     ) -> ManagedCausalLMOutput:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         said = (event_mask, key_ids, versions, protect, query_key_ids, query_versions)
         request = self._request(inputs, dict(zip(METADATA, said, strict=True)))
+        # Not a parameter: Trainer evaluates nothing where a parameter with "label" in its name has no value.
+        write_labels = kwargs.pop("write_labels", None)
         if write_labels is not None:
             self._check_labels(write_labels, inputs)
         out = super().forward(
@@ -425,7 +427,7 @@ class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
 
     def memory_table(self, cache: MemoryCache, **kwargs: Any) -> MemoryTable:
         """See `MemoryManagedModel.memory_table`."""
-        return self.model.memory_table(cache, **kwargs)  # type: ignore[operator]
+        return self.model.memory_table(cache, **kwargs)
 
     def prepare_inputs_for_generation(
         self,

@@ -108,6 +108,25 @@ def test_finetune_from_nothing_then_from_its_checkpoint(tmp_path: Path, text: st
     assert (config.variant, config.capacity_blocks, config.capacity_context) == ("mal", 4, 64)
 
 
+@pytest.mark.slow
+def test_managed_memory_shows_the_life_of_facts() -> None:
+    process = run("managed_memory.py")
+    assert process.returncode == 0, process.stderr
+    sentences, tables = [], list[list[str]]()
+    for line in process.stdout.splitlines():
+        if line.startswith("slot "):
+            tables.append([])
+        elif line[:1].isdigit():
+            tables[-1].append(line)
+        elif line.startswith("  "):
+            sentences.append(line.split()[-1])
+    assert sentences == ["inserted", "event", "inserted", "overwritten", "stale", "inserted", "evicted", "evicted"]
+    assert [len(table) for table in tables] == [2, 2, 2, 3]
+    assert "Rome" in tables[0][0]
+    assert "Oslo" in tables[2][0]
+    assert all(any("4711" in line and "yes" in line for line in table) for table in tables)
+
+
 def test_finetune_refuses_a_shape_for_a_checkpoint() -> None:
     finetune = load("examples/finetune.py")
     arguments = finetune.Arguments(text=["unread.txt"], model="somewhere")

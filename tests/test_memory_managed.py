@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import zoo
 from tolerances import MODEL, close, error
 from torch import Tensor
@@ -180,6 +181,18 @@ def test_the_look_up_finds_a_token_among_many() -> None:
     assert torch.equal(found[-1][0][0, -1], found[0][0][0, -1])
     close(stepped.logits[:, -1], want.logits[:, -1], BOUND)
     assert count == 1
+
+
+def test_only_the_stored_chunks_grow_with_the_context() -> None:
+    model, sizes = zoo.causal_lm("memory_managed-fallback"), []
+    for length in (20, 200):
+        cache = MemoryCache(model.config)
+        read(model, zoo.tokens(1, length), cache=cache)
+        sizes.append([state._replace(stored=state.stored._replace(chunks=(), sketches=())) for state in cache.states])
+        assert all(state.stored.chunks.shape[1] == length // zoo.CHUNK for state in cache.states)
+        assert all(state.stored.sketches.shape[1] == length // zoo.CHUNK for state in cache.states)
+    few, many = ([tuple(x.shape) for x in pytree.tree_leaves(each)] for each in sizes)
+    assert few == many
 
 
 def test_many_queries_look_up_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

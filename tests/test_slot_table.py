@@ -336,8 +336,11 @@ def test_equal_scores_go_to_the_lower_slot() -> None:
 @pytest.mark.parametrize("mode", ["similarity", "history"])
 def test_gradients_of_keys_values_and_confidences(mode: str) -> None:
     """Finite differences through three events, one of them an overwrite; what is overwritten unread gets none."""
+    torch.manual_seed(0)
     rules = MODES[mode]
     a, b, c = stream(2, mode, rows=1, events=3, present=True, version=1, protect=False)
+    b = b._replace(key=F.normalize(torch.randn_like(b.key), dim=-1))
+    b = b._replace(key=F.normalize(b.key - (b.key * a.key).sum() * a.key, dim=-1))
     c = c._replace(key=F.normalize(a.key + 0.05 * b.key, dim=-1))
     inputs = [x.clone().requires_grad_() for event in (a, b, c) for x in (event.key, event.value, event.confidence)]
     with torch.no_grad():

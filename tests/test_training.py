@@ -35,6 +35,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from memzoo import MemoryCache
+from memzoo.kernels.slot_table import SlotTable
 from memzoo.modeling import decoder
 from memzoo.modeling.mixers.attention import CausalAttention
 from memzoo.modeling.mixers.deep_memory import MemoryState
@@ -94,11 +95,11 @@ def kernel_states(cache: MemoryCache) -> Iterator[Tensor]:
     """The floating-point tensors of every kernel's state."""
 
     def is_memory(node: object) -> bool:
-        return isinstance(node, (MemoryState, MatrixState, SelfModifyingState))
+        return isinstance(node, (MemoryState, MatrixState, SelfModifyingState, SlotTable))
 
     for node in pytree.tree_leaves(cache.states, is_leaf=is_memory):
         if is_memory(node):
-            state = (node.now, node.anchor) if isinstance(node, SelfModifyingState) else node.memory
+            state = (node.now, node.anchor) if isinstance(node, SelfModifyingState) else getattr(node, "memory", node)
             yield from (x for x in pytree.tree_leaves(state) if x.is_floating_point())
 
 

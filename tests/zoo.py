@@ -189,7 +189,7 @@ TINY |= {
         **_MANAGED,
         write_stride=2,
         same_threshold=0.5,
-        write_threshold=0.4,
+        write_threshold=0.6,
         keep_importance=4.0,
         fallback_chunks=0,
     ),
@@ -200,7 +200,9 @@ TINY |= {
         backbone_options={"expand_k": 1.0},
         memory_layers=[0, 1],
         write_trigger="token",
-        event_token_ids=list(range(1, VOCAB, 4)),
+        event_token_ids=list(range(1, VOCAB, 2)),
+        same_threshold=0.0,
+        write_threshold=0.8,
         version_mode="history",
         versions_per_key=2,
         fallback_chunks=2,
@@ -239,6 +241,7 @@ COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
     (memzoo.TransformerPlusPlusConfig, {}, (134105856, 369148928, 777856512, 1041836032)),
     (memzoo.HopeAttentionConfig, {}, (134124288, 369198080, 777930240, 1041909760)),
     (memzoo.HopeConfig, {}, (151902912, 432336128, 919822848, 1419733792)),
+    (memzoo.MemoryManagedConfig, {}, (142084616, 396057160, 837092168, 1119686760)),
 ]
 _NO_SCHEDULE = (memzoo.TransformerPlusPlusConfig, memzoo.HopeConfig)
 PRESETS = [

@@ -99,7 +99,7 @@ class ManagedState(NamedTuple):
 
     mixer: Any
     table: SlotTable
-    index: ChunkIndex | None
+    stored: ChunkIndex | None
     """`None` without a fallback."""
 
 
@@ -111,9 +111,9 @@ def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 class WriteController(nn.Module):
     """Whether an event is worth a slot: `logit p = W_2 silu(W_1 x + W_f f + b_1) + b_2`.
 
-    The features f: the best match's similarity, how far the values differ, its confidence, age and last rejected
-    challenge; how full the table is and what its weakest slot is worth; the event's importance `sigmoid(x w_i)`. What
-    comes from the table carries no gradient.
+    The features f: the best match's similarity, how far the values differ, its confidence and age; how contested the
+    table is (the mean of the last rejected probabilities), how full, and what its weakest slot is worth; the event's
+    importance `sigmoid(x w_i)`. What comes from the table carries no gradient.
 
     Args:
         width: of x.
@@ -126,12 +126,13 @@ class WriteController(nn.Module):
         super().__init__()
         self.event_proj = nn.Linear(width, hidden)
         self.importance_proj = nn.Linear(width, 1)
-        self.feature_proj = nn.Linear(self.FEATURES, hidden, bias=False)
-        self.logit_proj = nn.Linear(hidden, 1)
+        self.feature_weight = nn.Parameter(torch.empty(hidden, self.FEATURES))
+        self.logit_proj = nn.Linear(hidden, 1, bias=False)
+        self.logit_bias = nn.Parameter(torch.empty(1))
 
     def init_weights(self) -> None:
-        init.constant_(self.logit_proj.bias, 1.0)  # writes at first: what is never read has no gradient
-        init.normal_(self.feature_proj.weight, 0.0, self.FEATURES**-0.5)
+        init.normal_(self.feature_weight, 0.0, self.FEATURES**-0.5)
+        init.ones_(self.logit_bias)  # writes at first: what is never read has no gradient
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What of all events `[R, E, D]` does not depend on the table: hidden part `[R, E, F]`, importance `[R, E]`."""
@@ -143,7 +144,8 @@ class WriteController(nn.Module):
         """The logit of each row's event `[R]`, whose `confidence` is not looked at."""
         with as_given(hidden.device):
             features = torch.cat([self._seen(table, event, rules), event.importance[:, None]], dim=1)
-            return wide_linear(self.logit_proj, F.silu(hidden + wide_linear(self.feature_proj, features)))[:, 0]
+            hidden = F.silu(hidden + F.linear(features, cast(self.feature_weight, features.dtype)))
+            return wide_linear(self.logit_proj, hidden)[:, 0] + cast(self.logit_bias, hidden.dtype)
 
     @staticmethod
     @torch.no_grad()
@@ -167,7 +169,7 @@ class WriteController(nn.Module):
                 (value - event.value).norm(dim=1) / lengths.clamp(min=1e-6),
                 of_match(table.confidence),
                 age / (age + rules.age_scale),
-                of_match(table.rejected),
+                table.rejected.mean(1),
                 occupied.to(value.dtype).mean(1),
                 torch.where(weakest.isinf(), 0.0, weakest),
             ],
@@ -562,7 +564,7 @@ class ManagedBlock(MemoryBlock):
         mixed, mixer = self.mixer(self.mixer_norm(hidden), step, None if state is None else state.mixer)
         hidden = hidden + mixed
         x = self.memory_norm(hidden)
-        table, index = self.memory.begin(len(x), x) if state is None else (state.table, state.index)
+        table, index = self.memory.begin(len(x), x) if state is None else (state.table, state.stored)
         remembered, table, index, logit, report = self.memory(x, step, table, index, events)
         hidden = hidden + remembered
         hidden = hidden + self.mlp(self.mlp_norm(hidden))
