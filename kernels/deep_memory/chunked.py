@@ -21,7 +21,9 @@ over the chunks is sequential (`walk.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +35,25 @@ from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inn
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
 
+Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
+"""`walk`; told, too, whether there will be a backward."""
+Step = Callable[..., tuple[Tensor, DeepMemoryState]]
+"""`_step`."""
+
+
 @torch.compiler.disable  # a Python walk over the chunks: dynamo would trace every chunk, for nothing
-def deep_memory(
+def deep_memory(*inputs: Any, **options: Any) -> tuple[Tensor, DeepMemoryState]:
+    """See `memzoo.kernels.deep_memory.deep_memory`."""
+    return computed(_walk, _step, *inputs, **options)
+
+
+def _walk(network: Network, ends: Ends, tensors: Tensors, differentiable: bool) -> tuple[Tensor, ...]:
+    return Walk.apply(network, ends, *tensors.flat()) if differentiable else walk(network, ends, tensors)
+
+
+def computed(
+    walks: Walks,
+    one_token: Step,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,7 +72,7 @@ def deep_memory(
     max_gradient_norm: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, DeepMemoryState]:
-    """See `memzoo.kernels.deep_memory.deep_memory`."""
+    """The op by a walk over chunks and a step for a single token without autograd."""
     every_token = muon is not None and muon.every == "token"
     network = Network(
         widths=(*(w.shape[-1] for w in state.weights), state.weights[-1].shape[-2]),
@@ -70,7 +89,7 @@ def deep_memory(
     inputs = (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable and not every_token:
-        return _step(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
+        return one_token(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
 
     grid = Grid.of(state, query.shape[1], chunk_size, lengths, unlock)
     if differentiable and grid.held is not None and grid.ends.full_from == 0:
@@ -104,10 +123,8 @@ def deep_memory(
             orthogonal_step=torch.zeros_like(final.orthogonal_step),
             current=current,
         )
-    elif differentiable:
-        outputs = Walk.apply(network, grid.ends, *tensors.flat())
     else:
-        outputs = walk(network, grid.ends, tensors)
+        outputs = walks(network, grid.ends, tensors, differentiable)
     output, *rest = outputs
     rest = [x.unflatten(0, (grid.batch, grid.heads)) for x in rest]
     depth, slots = network.depth, len(state.momentum)
