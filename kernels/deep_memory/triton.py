@@ -252,7 +252,8 @@ def walk_kernel(
         i = n * M + i_m
         here = _spread(n, row)
         m_end, is_held = (row < R) & (here < done), (row < held) & (here == 0)
-        p_up_n, p_down_n = p_up + i * PARTS * U * K, p_down + i * V * U
+        o_up, o_down = i * PARTS * U * K, i * V * U
+        o_up_next, o_down_next = (i + M) * PARTS * U * K, (i + M) * V * U
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         v = load_rows(p_value + i * R * V, row, v_column, V, row < R, V).to(tl.float32)
 
@@ -266,10 +267,10 @@ def walk_kernel(
             if DEPTH == 1:
                 x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
             else:
-                h = _hidden(k, p_up_n, unit, 0, K, U, PARTS, BK)
+                h = _hidden(k, p_up + o_up, unit, 0, K, U, PARTS, BK)
                 x = _value(h, ACTIVATION)
                 if PARTS == 2:
-                    x *= _hidden(k, p_up_n, unit, 1, K, U, PARTS, BK)
+                    x *= _hidden(k, p_up + o_up, unit, 1, K, U, PARTS, BK)
                 if E > 1:
                     x *= _of_units(p_open + i * R * E, row, unit, row < R, U, E)
                 keep = x
@@ -279,7 +280,7 @@ def walk_kernel(
             if MAX_NORM > 0:
                 square_x += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
             if L2:
-                w = load_rows(p_down_n, v_column, unit, U, v_column < V, U).to(like)
+                w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
                 error += product(x.to(like), tl.trans(w))
 
         # The deltas, and the bound on the gradient.
@@ -292,11 +293,11 @@ def walk_kernel(
         if DEPTH == 2:
             for i_u in range(tl.cdiv(U, BU)):
                 unit = columns(i_u, BU)
-                w = load_rows(p_down_n, v_column, unit, U, v_column < V, U).to(like)
+                w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
                 back = product(error.to(like), w)
                 if E > 1:
                     back *= _of_units(p_open + i * R * E, row, unit, row < R, U, E)
-                h = _hidden(k, p_up_n, unit, 0, K, U, PARTS, BK)
+                h = _hidden(k, p_up + o_up, unit, 0, K, U, PARTS, BK)
                 d0 = back * _slope(h, ACTIVATION)
                 if PARTS == 2:
                     d_gate = back * _value(h, ACTIVATION)
@@ -305,7 +306,7 @@ def walk_kernel(
                         old = load_rows(p_held_d0 + i_m * R * 2 * U, row, unit * 2 + 1, 2 * U, row < R, 2 * U)
                         d_gate = tl.where(is_held[:, None], old, d_gate)
                     store_rows(p_d0 + i * R * 2 * U, d_gate, row, unit * 2 + 1, 2 * U, row < R, 2 * U)
-                    d0 *= _hidden(k, p_up_n, unit, 1, K, U, PARTS, BK)
+                    d0 *= _hidden(k, p_up + o_up, unit, 1, K, U, PARTS, BK)
                 square_d += tl.sum(d0 * d0, axis=1)
                 if HELD:
                     old = load_rows(p_held_d0 + i_m * R * PARTS * U, row, unit * PARTS, PARTS * U, row < R, PARTS * U)
@@ -338,15 +339,15 @@ def walk_kernel(
             unit = columns(i_u, BU)
             x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
             keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
-            w = load_rows(p_down_n, v_column, unit, U, v_column < V, U) * keep[None, :] - product(d1_write, x)
+            w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U) * keep[None, :] - product(d1_write, x)
             if MOMENTUM:
                 read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
                 slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
-                s = load_rows(p_down_slot + i * V * U, v_column, unit, U, v_column < V, U)
+                s = load_rows(p_down_slot + o_down, v_column, unit, U, v_column < V, U)
                 w += s * read[None, :]
                 s = s * slot[None, :] - product(d1_slot, x)
-                store_rows(p_down_slot + (i + M) * V * U, s, v_column, unit, U, v_column < V, U)
-            store_rows(p_down + (i + M) * V * U, w, v_column, unit, U, v_column < V, U)
+                store_rows(p_down_slot + o_down_next, s, v_column, unit, U, v_column < V, U)
+            store_rows(p_down + o_down_next, w, v_column, unit, U, v_column < V, U)
             if DEPTH == 2:
                 if ENDS:
                     store_rows(p_run_x + i_m * R * U, x, row, unit, U, is_running, U)
@@ -357,14 +358,14 @@ def walk_kernel(
                     if ENDS:
                         old = d0 * clip[:, None]
                         store_rows(p_run_d0 + i_m * R * PARTS * U, old, row, at, PARTS * U, is_running, PARTS * U)
-                    w = load_rows(p_up_n, at, k_column, K, unit < U, K) * keep[:, None]
+                    w = load_rows(p_up + o_up, at, k_column, K, unit < U, K) * keep[:, None]
                     w -= product(tl.trans((d0 * write[:, None]).to(like)), k)
                     if MOMENTUM:
-                        s = load_rows(p_up_slot + i * PARTS * U * K, at, k_column, K, unit < U, K)
+                        s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K)
                         w += s * read[:, None]
                         s = s * slot[:, None] - product(tl.trans((d0 * slot_write[:, None]).to(like)), k)
-                        store_rows(p_up_slot + (i + M) * PARTS * U * K, s, at, k_column, K, unit < U, K)
-                    store_rows(p_up + (i + M) * PARTS * U * K, w, at, k_column, K, unit < U, K)
+                        store_rows(p_up_slot + o_up_next, s, at, k_column, K, unit < U, K)
+                    store_rows(p_up + o_up_next, w, at, k_column, K, unit < U, K)
         tl.debug_barrier()  # and so is the anchor
 
 
@@ -451,7 +452,8 @@ def read_kernel(
     token, row = tl.arange(0, BC).to(tl.int64), tl.arange(0, BR).to(tl.int64)
     k_column, v_column = columns(0, BK), columns(0, BV)
     like: tl.constexpr = p_d1.dtype.element_ty
-    p_query, p_x, p_d0 = p_query + i * C * K, p_x + i * R * U, p_d0 + i * R * PARTS * U
+    p_query, p_x, o_d0 = p_query + i * C * K, p_x + i * R * U, i * R * PARTS * U
+    o_up, o_down = i * PARTS * U * K, i * V * U
     write, _ = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
     if DEPTH == 2:
         q = load_rows(p_query, token, k_column, K, token < C, K)
@@ -468,24 +470,24 @@ def read_kernel(
         if DEPTH == 1:
             z = load_rows(p_query, token, unit, U, token < C, U).to(tl.float32)
         else:
-            p_up_n, p_slot_n = p_up + i * PARTS * U * K, p_up
+            p_slot_n = p_up
             if MOMENTUM:
-                p_slot_n = p_up_slot + i * PARTS * U * K
+                p_slot_n = p_up_slot + o_up
             h, _, _ = _read_hidden(
-                q, scores, p_up_n, p_slot_n, p_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
             )
             z = _value(h, ACTIVATION)
             if PARTS == 2:
                 h, _, _ = _read_hidden(
-                    q, scores, p_up_n, p_slot_n, p_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                    q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
                 )
                 z *= h
         x = load_rows(p_x, row, unit, U, row < R, U)
         inner += product(z.to(like), tl.trans(x))
-        w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U).to(like)
+        w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
         y += product((z * keep).to(like), tl.trans(w))
         if MOMENTUM:
-            s = load_rows(p_down_slot + i * V * U, v_column, unit, U, v_column < V, U).to(like)
+            s = load_rows(p_down_slot + o_down, v_column, unit, U, v_column < V, U).to(like)
             y += product((z * read).to(like), tl.trans(s))
     d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
     y -= product((inner * write).to(like), d1)
@@ -549,8 +551,8 @@ def read_back_kernel(
     token, row = tl.arange(0, BC).to(tl.int64), tl.arange(0, BR).to(tl.int64)
     k_column, v_column = columns(0, BK), columns(0, BV)
     like: tl.constexpr = p_d1.dtype.element_ty
-    p_query, p_x, p_d0 = p_query + i * C * K, p_x + i * R * U, p_d0 + i * R * PARTS * U
-    p_dquery, p_dx, p_dd0 = p_dquery + i * C * K, p_dx + i * R * U, p_dd0 + i * R * PARTS * U
+    p_query, p_x, o_d0 = p_query + i * C * K, p_x + i * R * U, i * R * PARTS * U
+    p_dquery, p_dx = p_dquery + i * C * K, p_dx + i * R * U
     o_up, o_down = i * PARTS * U * K, i * V * U
     write, _ = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
     g = load_rows(p_dy + i * C * V, token, v_column, V, token < C, V).to(like)
@@ -578,12 +580,12 @@ def read_back_kernel(
             if MOMENTUM:
                 p_slot_n = p_up_slot + o_up
             a, plain, plain_slot = _read_hidden(
-                q, scores, p_up + o_up, p_slot_n, p_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
             )
             z = _value(a, ACTIVATION)
             if PARTS == 2:
                 b, plain_gate, plain_gate_slot = _read_hidden(
-                    q, scores, p_up + o_up, p_slot_n, p_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                    q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
                 )
                 z *= b
         # The second layer.
@@ -616,10 +618,10 @@ def read_back_kernel(
                     d_h = d_z * _value(a, ACTIVATION)
                     plain, plain_slot = plain_gate, plain_gate_slot
                 at = unit * PARTS + part
-                d0 = load_rows(p_d0, row, at, PARTS * U, row < R, PARTS * U)
+                d0 = load_rows(p_d0 + o_d0, row, at, PARTS * U, row < R, PARTS * U)
                 below += product(d_h.to(like), tl.trans(d0))
                 d_d0 = -product(tl.trans(scores), d_h.to(like))
-                store_rows(p_dd0, d_d0, row, at, PARTS * U, row < R, PARTS * U)
+                store_rows(p_dd0 + o_d0, d_d0, row, at, PARTS * U, row < R, PARTS * U)
                 d_keep += _per_block(plain * d_h, unit, U, E, BE)
                 d_kept = (d_h * keep).to(like)
                 w = load_rows(p_up + o_up, at, k_column, K, unit < U, K).to(like)
