@@ -52,6 +52,8 @@ from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, lau
 
 ANCHOR_BYTES = 1 << 28
 """Of anchors that an inference keeps at a time."""
+UNITS = {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32}
+"""Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room."""
 
 
 # The activations, see `activations.py` -------------------------------------------------------------------------------
@@ -144,9 +146,11 @@ def _block(unit, U: tl.constexpr, E: tl.constexpr):
 def _of_units(p, row, unit, has_row, U: tl.constexpr, E: tl.constexpr):
     """Of coefficients per row and block `[rows, E]` those of the units: `[R, BU]`, or `[R, 1]` where E = 1."""
     if E == 1:
-        return tl.load(p + row, mask=has_row, other=0.0)[:, None]
-    mask = has_row[:, None] & (unit < U)[None, :]
-    return tl.load(p + row[:, None] * E + _block(unit, U, E)[None, :], mask=mask, other=0.0)
+        found = tl.load(p + row, mask=has_row, other=0.0)[:, None]
+    else:
+        mask = has_row[:, None] & (unit < U)[None, :]
+        found = tl.load(p + row[:, None] * E + _block(unit, U, E)[None, :], mask=mask, other=0.0)
+    return found
 
 
 @triton.jit
@@ -166,9 +170,14 @@ def _at_end(p, unit, n, done, otherwise, U: tl.constexpr, E: tl.constexpr):
 def _per_block(x, unit, U: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
     """Sum over the units of each block, `[R, BU]` to `[R, BE]`."""
     if E == 1:
-        return tl.sum(x, axis=1)[:, None]
-    own = (_block(unit, U, E)[:, None] == tl.arange(0, BE)[None, :]) & (unit < U)[:, None]
-    return product(x, tl.where(own, 1.0, 0.0))
+        found = tl.sum(x, axis=1)[:, None]
+    else:
+        own = (_block(unit, U, E)[:, None] == tl.arange(0, BE)[None, :]) & (unit < U)[:, None]
+        if x.shape[0] == 1:
+            found = tl.sum(tl.where(own, tl.trans(x), 0.0), axis=0)[None, :]
+        else:
+            found = product(x, tl.where(own, 1.0, 0.0))
+    return found
 
 
 @triton.jit
@@ -229,7 +238,6 @@ def walk_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BU: tl.constexpr,
-    BE: tl.constexpr,
 ):
     """`count` chunks of a row: their factors, and the anchors after them; the anchor n is followed by n + 1.
 
@@ -328,8 +336,8 @@ def walk_kernel(
         # The next anchor.
         if ENDS:
             is_running = (row < R) & (here == done)
-            x = d1.to(tl.float32) * clip[:, None]
-            store_rows(p_run_d1 + i_m * R * V, x, row, v_column, V, is_running, V)
+            run = d1.to(tl.float32) * clip[:, None]
+            store_rows(p_run_d1 + i_m * R * V, run, row, v_column, V, is_running, V)
         write = tl.load(p_write + (i * C + (C - 1)) * R + row, mask=m_end, other=0.0) * clip
         d1_write = tl.trans((d1.to(tl.float32) * write[:, None]).to(like))
         if MOMENTUM:
@@ -356,8 +364,8 @@ def walk_kernel(
                     d0 = load_rows(p_d0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U)
                     d0 = d0.to(tl.float32)
                     if ENDS:
-                        old = d0 * clip[:, None]
-                        store_rows(p_run_d0 + i_m * R * PARTS * U, old, row, at, PARTS * U, is_running, PARTS * U)
+                        bounded = d0 * clip[:, None]
+                        store_rows(p_run_d0 + i_m * R * PARTS * U, bounded, row, at, PARTS * U, is_running, PARTS * U)
                     w = load_rows(p_up + o_up, at, k_column, K, unit < U, K) * keep[:, None]
                     w -= product(tl.trans((d0 * write[:, None]).to(like)), k)
                     if MOMENTUM:
@@ -454,7 +462,7 @@ def read_kernel(
     like: tl.constexpr = p_d1.dtype.element_ty
     p_query, p_x, o_d0 = p_query + i * C * K, p_x + i * R * U, i * R * PARTS * U
     o_up, o_down = i * PARTS * U * K, i * V * U
-    write, _ = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+    write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
     if DEPTH == 2:
         q = load_rows(p_query, token, k_column, K, token < C, K)
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
@@ -473,12 +481,12 @@ def read_kernel(
             p_slot_n = p_up
             if MOMENTUM:
                 p_slot_n = p_up_slot + o_up
-            h, _, _ = _read_hidden(
+            h, plain, plain_slot = _read_hidden(
                 q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
             )
             z = _value(h, ACTIVATION)
             if PARTS == 2:
-                h, _, _ = _read_hidden(
+                h, plain, plain_slot = _read_hidden(
                     q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
                 )
                 z *= h
@@ -512,19 +520,14 @@ def read_back_kernel(
     p_d0,
     p_d1,
     p_norms,
+    p_inner,
+    p_dh,
     p_dquery,
-    p_dkey,
-    p_dwrite,
     p_dkeep,
     p_dread,
-    p_dup,
     p_ddown,
-    p_dup_slot,
     p_ddown_slot,
     p_dx,
-    p_dd0,
-    p_dd1,
-    p_dclip,
     M,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -544,9 +547,9 @@ def read_back_kernel(
     BU: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """The backward of `read_kernel`, but for what the residual gives the query: the gradients of a chunk's queries,
-    coefficients, anchor, factors (unbounded, with `p_dclip` for the bound's factor) and, as inputs of the first of two
-    layers, keys."""
+    """The backward of `read_kernel` from the outputs to what its units were given, `p_dh`: the gradients of the last
+    layer's anchor and inputs, and of `keep` and `momentum_read`. With one layer the units are the queries. `p_inner`
+    takes the last layer's scores."""
     i = tl.program_id(0).to(tl.int64)
     token, row = tl.arange(0, BC).to(tl.int64), tl.arange(0, BR).to(tl.int64)
     k_column, v_column = columns(0, BK), columns(0, BV)
@@ -554,7 +557,7 @@ def read_back_kernel(
     p_query, p_x, o_d0 = p_query + i * C * K, p_x + i * R * U, i * R * PARTS * U
     p_dquery, p_dx = p_dquery + i * C * K, p_dx + i * R * U
     o_up, o_down = i * PARTS * U * K, i * V * U
-    write, _ = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+    write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
     g = load_rows(p_dy + i * C * V, token, v_column, V, token < C, V).to(like)
     d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
     d_scores = (product(g, tl.trans(d1)) * write).to(like)
@@ -562,8 +565,6 @@ def read_back_kernel(
         q = load_rows(p_query, token, k_column, K, token < C, K)
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         scores = (product(q, tl.trans(k)) * write).to(like)
-        d_q = tl.zeros([BC, BK], tl.float32)
-        below = tl.zeros([BC, BR], tl.float32)
     inner = tl.zeros([BC, BR], tl.float32)
     d_keep = tl.zeros([BC, BE], tl.float32)
     d_read = tl.zeros([BC, BE], tl.float32)
@@ -618,35 +619,106 @@ def read_back_kernel(
                     d_h = d_z * _value(a, ACTIVATION)
                     plain, plain_slot = plain_gate, plain_gate_slot
                 at = unit * PARTS + part
-                d0 = load_rows(p_d0 + o_d0, row, at, PARTS * U, row < R, PARTS * U)
-                below += product(d_h.to(like), tl.trans(d0))
-                d_d0 = -product(tl.trans(scores), d_h.to(like))
-                store_rows(p_dd0 + o_d0, d_d0, row, at, PARTS * U, row < R, PARTS * U)
                 d_keep += _per_block(plain * d_h, unit, U, E, BE)
-                d_kept = (d_h * keep).to(like)
-                w = load_rows(p_up + o_up, at, k_column, K, unit < U, K).to(like)
-                d_q += product(d_kept, w)
-                store_rows(p_dup + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
                 if MOMENTUM:
                     d_read += _per_block(plain_slot * d_h, unit, U, E, BE)
-                    d_kept = (d_h * read).to(like)
-                    s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K).to(like)
-                    d_q += product(d_kept, s)
-                    store_rows(p_dup_slot + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
+                store_rows(p_dh + i * C * PARTS * U, d_h, token, at, PARTS * U, token < C, PARTS * U)
     block = columns(0, BE)
     store_rows(p_dkeep + i * C * E, d_keep, token, block, E, token < C, E)
     store_rows(p_dread + i * C * E, d_read, token, block, E, token < C, E)
 
+    store_rows(p_inner + i * C * R, inner, token, row, R, token < C, R)
+
+
+@triton.jit(do_not_specialize=["M"])
+def query_back_kernel(
+    p_dy,
+    p_query,
+    p_key,
+    p_write,
+    p_keep,
+    p_read,
+    p_up,
+    p_up_slot,
+    p_d0,
+    p_d1,
+    p_norms,
+    p_inner,
+    p_dh,
+    p_dquery,
+    p_dkey,
+    p_dwrite,
+    p_dup,
+    p_dup_slot,
+    p_dd0,
+    p_dd1,
+    p_dclip,
+    M,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BC: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """The rest of it, but for what the residual gives the queries: from the outputs and `p_dh` the gradients of `write`
+    (with `p_dclip` for the bound's factor), of the last layer's deltas, and of the first of two layers all."""
+    i = tl.program_id(0).to(tl.int64)
+    token, row = tl.arange(0, BC).to(tl.int64), tl.arange(0, BR).to(tl.int64)
+    k_column, v_column = columns(0, BK), columns(0, BV)
+    like: tl.constexpr = p_d1.dtype.element_ty
     write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
-    d_d1 = -product(tl.trans((inner * write).to(like)), g)
-    store_rows(p_dd1 + i * R * V, d_d1, row, v_column, V, row < R, V)
-    d_write = -product(g, tl.trans(d1)) * inner
     if DEPTH == 2:
-        d_write -= below * product(q, tl.trans(k))
-        below = (below * write).to(like)
-        d_q -= product(below, k)
-        store_rows(p_dquery, d_q, token, k_column, K, token < C, K)
-        store_rows(p_dkey + i * R * K, -product(tl.trans(below), q), row, k_column, K, row < R, K)
+        o_up, o_d0 = i * PARTS * U * K, i * R * PARTS * U
+        q = load_rows(p_query + i * C * K, token, k_column, K, token < C, K)
+        k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
+        d_q = tl.zeros([BC, BK], tl.float32)
+        weighted = tl.trans((product(q, tl.trans(k)) * write).to(like))
+        d_weighted = tl.zeros([BC, BR], tl.float32)
+        for i_u in range(tl.cdiv(U, BU)):
+            unit = columns(i_u, BU)
+            for part in tl.static_range(PARTS):
+                at = unit * PARTS + part
+                d_h = load_rows(p_dh + i * C * PARTS * U, token, at, PARTS * U, token < C, PARTS * U)
+                d0 = load_rows(p_d0 + o_d0, row, at, PARTS * U, row < R, PARTS * U)
+                d_weighted += product(d_h, tl.trans(d0))
+                store_rows(p_dd0 + o_d0, -product(weighted, d_h), row, at, PARTS * U, row < R, PARTS * U)
+                d_kept = d_h.to(tl.float32) * _of_units(p_keep + i * C * E, token, unit, token < C, U, E)
+                d_kept = d_kept.to(like)
+                w = load_rows(p_up + o_up, at, k_column, K, unit < U, K).to(like)
+                d_q += product(d_kept, w)
+                store_rows(p_dup + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
+                if MOMENTUM:
+                    d_kept = d_h.to(tl.float32) * _of_units(p_read + i * C * E, token, unit, token < C, U, E)
+                    d_kept = d_kept.to(like)
+                    s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K).to(like)
+                    d_q += product(d_kept, s)
+                    store_rows(p_dup_slot + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
+        tl.debug_barrier()  # what follows is made and loaded again, so that it takes no registers in the loop
+        k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
+        write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+        d_write = -d_weighted * product(q, tl.trans(k))
+        d_scores = (d_weighted * write).to(like)
+        d_q -= product(d_scores, k)
+        store_rows(p_dquery + i * C * K, d_q, token, k_column, K, token < C, K)
+        store_rows(p_dkey + i * R * K, -product(tl.trans(d_scores), q), row, k_column, K, row < R, K)
+    else:
+        d_write = tl.zeros([BC, BR], tl.float32)
+    tl.debug_barrier()
+    g = load_rows(p_dy + i * C * V, token, v_column, V, token < C, V).to(like)
+    d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
+    inner = load_rows(p_inner + i * C * R, token, row, R, token < C, R)
+    store_rows(p_dd1 + i * R * V, -product(tl.trans((inner * write).to(like)), g), row, v_column, V, row < R, V)
+    d_write -= product(g, tl.trans(d1)) * inner
     store_rows(p_dwrite + i * C * R, d_write * clip, token, row, R, token < C, R)
     if MAX_NORM > 0:
         write = load_rows(p_write + i * C * R, token, row, R, token < C, R)
@@ -754,14 +826,11 @@ def walk_back_kernel(
         if MOMENTUM:
             slot_write = tl.load(p_slot_write + i * R + row, mask=m_end, other=0.0) * clip
             d_slot_write = tl.zeros([BR], tl.float32)
-        if DEPTH == 2:
-            k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
-            d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
         d_keep = tl.zeros([1, BE], tl.float32)
         d_read = tl.zeros([1, BE], tl.float32)
         d_slot = tl.zeros([1, BE], tl.float32)
 
-        # The step from this anchor to the next.
+        # The step from this anchor to the next, the last layer first.
         for i_u in range(tl.cdiv(U, BU)):
             unit = columns(i_u, BU)
             keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
@@ -794,28 +863,47 @@ def walk_back_kernel(
             if DEPTH == 2:
                 if ENDS:
                     d_x += load_rows(p_drun_x + i_m * R * U, row, unit, U, is_running, U)
+                if HELD:
+                    store_rows(p_dheld_x + i_m * R * U, d_x, row, unit, U, is_held, U)
+            store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
+            d_keep += _per_block(of_keep[None, :], unit, U, E, BE)
+            if MOMENTUM:
+                d_read += _per_block(of_read[None, :], unit, U, E, BE)
+                d_slot += _per_block(of_slot[None, :], unit, U, E, BE)
+        if HELD:
+            store_rows(p_dheld_d1 + i_m * R * V, d_d1, row, v_column, V, is_held, V)
+        tl.debug_barrier()
+        if DEPTH == 2:
+            k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
+            d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
+            for i_u in range(tl.cdiv(U, BU)):
+                unit = columns(i_u, BU)
+                keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
+                if MOMENTUM:
+                    read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
+                    slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
                 for part in tl.static_range(PARTS):
                     at = unit * PARTS + part
                     d0 = load_rows(p_d0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
                     d_d0 = load_rows(p_dd0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
                     if ENDS:
-                        d_run = load_rows(
+                        d_unit = load_rows(
                             p_drun_d0 + i_m * R * PARTS * U, row, at, PARTS * U, is_running, PARTS * U
                         )
-                        d_d0 += d_run * clip[:, None]
-                        d_clip += tl.sum(d_run * d0, axis=1)
+                        d_d0 += d_unit * clip[:, None]
+                        d_clip += tl.sum(d_unit * d0, axis=1)
                     w = load_rows(p_up + o_up, at, k_column, K, unit < U, K)
                     d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K)
-                    of_keep += tl.sum(w * d_w, axis=1)
+                    d_keep += _per_block(tl.sum(w * d_w, axis=1)[None, :], unit, U, E, BE)
                     g = product(k, tl.trans(d_w.to(like)))
                     d_write -= tl.sum(g * d0, axis=1)
                     d_d0 -= g * write[:, None]
                     d_k -= product((d0 * write[:, None]).to(like), d_w.to(like))
                     if MOMENTUM:
                         s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K)
-                        of_read += tl.sum(s * d_w, axis=1)
+                        d_read += _per_block(tl.sum(s * d_w, axis=1)[None, :], unit, U, E, BE)
                         d_s = load_rows(p_dup_slot + o_up_next, at, k_column, K, unit < U, K)
-                        of_slot += tl.sum(s * d_s, axis=1)
+                        d_slot += _per_block(tl.sum(s * d_s, axis=1)[None, :], unit, U, E, BE)
                         g = product(k, tl.trans(d_s.to(like)))
                         d_slot_write -= tl.sum(g * d0, axis=1)
                         d_d0 -= g * slot_write[:, None]
@@ -828,14 +916,7 @@ def walk_back_kernel(
                     store_rows(p_dd0 + i * R * PARTS * U, d_d0, row, at, PARTS * U, row < R, PARTS * U)
                     if HELD:
                         store_rows(p_dheld_d0 + i_m * R * PARTS * U, d_d0, row, at, PARTS * U, is_held, PARTS * U)
-                if HELD:
-                    store_rows(p_dheld_x + i_m * R * U, d_x, row, unit, U, is_held, U)
-            store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
-            of_block = (_block(unit, U, E)[:, None] == block[None, :]) & (unit < U)[:, None]
-            d_keep += tl.sum(tl.where(of_block, of_keep[:, None], 0.0), axis=0)[None, :]
-            if MOMENTUM:
-                d_read += tl.sum(tl.where(of_block, of_read[:, None], 0.0), axis=0)[None, :]
-                d_slot += tl.sum(tl.where(of_block, of_slot[:, None], 0.0), axis=0)[None, :]
+            store_rows(p_dkey + i * R * K, d_k, row, k_column, K, row < R, K)
         m_block = (block < E) & (_spread(n, block) < done)
         tl.store(p_dkeep + i * E + block, tl.sum(d_keep, axis=0), mask=m_block)
         p_dwrite_n = p_dwrite + (i * C + (C - 1)) * R + row
@@ -844,8 +925,6 @@ def walk_back_kernel(
             tl.store(p_dread + i * E + block, tl.sum(d_read, axis=0), mask=m_block)
             tl.store(p_dslot + i * E + block, tl.sum(d_slot, axis=0), mask=m_block)
             tl.store(p_dslot_write + i * R + row, d_slot_write * clip, mask=m_end)
-        if HELD:
-            store_rows(p_dheld_d1 + i_m * R * V, d_d1, row, v_column, V, is_held, V)
         tl.debug_barrier()
 
         # The inner gradients. Of a row that was held nothing goes further back.
@@ -866,7 +945,6 @@ def walk_back_kernel(
             square_d1 = tl.sum(d1.to(tl.float32) * d1.to(tl.float32), axis=1)
             if DEPTH == 2:
                 square_k = tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-                d_k += k.to(tl.float32) * (d_norm * square_d0)[:, None]
         d_error = tl.where(is_new[:, None], d_d1, 0.0) + d1.to(tl.float32) * (d_norm * square_x)[:, None]
         if DEPTH == 2:
             for i_u in range(tl.cdiv(U, BU)):
@@ -902,6 +980,9 @@ def walk_back_kernel(
         d_error = d_error.to(like)
         tl.debug_barrier()
 
+        if DEPTH == 2:
+            d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
+            d_k += k.to(tl.float32) * (d_norm * square_d0)[:, None]
         for i_u in range(tl.cdiv(U, BU)):
             unit = columns(i_u, BU)
             x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
@@ -1027,10 +1108,6 @@ def _sizes(inputs: Inputs, rule: Rule) -> dict[str, Any]:
     }
 
 
-def _blocks(blocks: int) -> int:
-    return 1 if blocks == 1 else tile(blocks, 64)
-
-
 def _memory(x: Inputs | Kept) -> dict[str, Tensor | None]:
     return {"p_up": x.up, "p_down": x.down, "p_up_slot": x.up_slot, "p_down_slot": x.down_slot}
 
@@ -1086,7 +1163,7 @@ def forward(inputs: Inputs, rule: Rule, keep: bool) -> tuple[list[Tensor | None]
             p_y=y[low:high],
             M=rows,
             RESIDUAL=rule.residual,
-            BU=_unit_tile(like.dtype, sizes),
+            BU=tile(sizes["U"], UNITS["read"]),
             **sizes,
         )
         if high < count:
@@ -1095,10 +1172,6 @@ def forward(inputs: Inputs, rule: Rule, keep: bool) -> tuple[list[Tensor | None]
                     anchor[0].copy_(anchor[high - low])
     ends = [None if anchor is None else anchor[high - low].clone() for anchor in anchors]
     return [y, *ends, *run], kept
-
-
-def _unit_tile(dtype: torch.dtype, sizes: dict[str, Any]) -> int:
-    return tile(sizes["U"], 32 if dtype == torch.float32 else 64)
 
 
 def _walk(inputs: Inputs, kept: Kept, run: list[Tensor], rule: Rule, sizes: dict[str, Any]) -> None:
@@ -1135,8 +1208,7 @@ def _walk(inputs: Inputs, kept: Kept, run: list[Tensor], rule: Rule, sizes: dict
         ENDS=inputs.done is not None,
         RESIDUAL=rule.residual,
         L2=rule.l2,
-        BU=_unit_tile(inputs.value.dtype, sizes),
-        BE=_blocks(sizes["E"]),
+        BU=tile(sizes["U"], UNITS["walk"]),
         **sizes,
     )
 
@@ -1145,56 +1217,73 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
     """Gradients of the inputs, from those of outputs, last anchor and running factors."""
     sizes = _sizes(inputs, rule)
     count, rows = inputs.query.shape[:2]
-    d_y, d_up, d_down, d_up_slot, d_down_slot, *d_run = d_outputs
+    d_y, *d_ends, d_run_x, d_run_d0, d_run_d1 = d_outputs
     anchors = [kept.up, kept.down, kept.up_slot, kept.down_slot]
     d_anchors = [None if x is None else torch.empty_like(x) for x in anchors]
-    for d_anchor, d_end in zip(d_anchors, (d_up, d_down, d_up_slot, d_down_slot), strict=True):
+    for d_anchor, d_end in zip(d_anchors, d_ends, strict=True):
         if d_anchor is not None and d_end is not None:
             d_anchor[-1].copy_(d_end)
-    d_memory = dict(zip(("p_dup", "p_ddown", "p_dup_slot", "p_ddown_slot"), d_anchors, strict=True))
-    d_factors = {
-        "p_dx": torch.empty_like(kept.x),
-        "p_dd0": None if kept.d0 is None else torch.empty_like(kept.d0),
-        "p_dd1": torch.empty_like(kept.d1),
-        "p_dclip": kept.norms.new_empty(count, rows, sizes["R"]),
-    }
+    d_up, d_down, d_up_slot, d_down_slot = d_anchors
+    d_x, d_d1 = torch.empty_like(kept.x), torch.empty_like(kept.d1)
+    d_d0 = None if kept.d0 is None else torch.empty_like(kept.d0)
+    d_clip = kept.norms.new_empty(count, rows, sizes["R"])
     d_inputs = inputs._replace(
         **{n: torch.zeros_like(x) for n, x in inputs._asdict().items() if n in _ZEROED and x is not None},
         **{n: fresh(x) for n, x in inputs._asdict().items() if n in ("query", "value", "keep", "momentum_read", "write")},
-        units=None if inputs.units is None else d_factors["p_dx"],
+        units=None if inputs.units is None else d_x,
     )
     shared = {
         "p_key": inputs.key,
         "p_write": inputs.write,
-        **_memory(kept),
-        "p_x": kept.x,
-        "p_d0": kept.d0,
         "p_d1": kept.d1,
         "p_norms": kept.norms,
-        "p_dkey": d_inputs.key,
-        "p_dwrite": d_inputs.write,
-        **d_memory,
-        **d_factors,
         "M": rows,
-        "BE": _blocks(sizes["E"]),
-        "BU": tile(sizes["U"], 32),
         "num_warps": 8,
         "num_stages": 1,
-        **sizes,
     }
+    layers = {"p_up": kept.up, "p_up_slot": kept.up_slot, "p_d0": kept.d0, "p_dup": d_up, "p_dup_slot": d_up_slot}
+    last = {"p_down": kept.down, "p_down_slot": kept.down_slot, "p_ddown": d_down, "p_ddown_slot": d_down_slot}
+    queries = {
+        "p_dy": d_y,
+        "p_query": inputs.query,
+        "p_keep": inputs.keep,
+        "p_read": inputs.momentum_read,
+        "p_inner": torch.empty_like(inputs.write),
+        "p_dh": None if kept.up is None else kept.d1.new_empty(*inputs.query.shape[:3], kept.up.shape[2]),
+        "p_dquery": d_inputs.query,
+    }
+    BE = 1 if sizes["E"] == 1 else tile(sizes["E"], 64)
     launch(
         read_back_kernel,
         (count, rows),
-        p_dy=d_y,
-        p_query=inputs.query,
-        p_keep=inputs.keep,
-        p_read=inputs.momentum_read,
-        p_dquery=d_inputs.query,
+        p_up=kept.up,
+        p_up_slot=kept.up_slot,
+        p_x=kept.x,
+        p_d0=kept.d0,
         p_dkeep=d_inputs.keep,
         p_dread=d_inputs.momentum_read,
+        p_dx=d_x,
+        BU=tile(sizes["U"], UNITS["read_back"]),
+        BE=BE,
+        **last,
+        **queries,
         **shared,
+        **sizes,
     )
-    del shared["BC"]
+    launch(
+        query_back_kernel,
+        (count, rows),
+        p_dkey=d_inputs.key,
+        p_dwrite=d_inputs.write,
+        p_dd0=d_d0,
+        p_dd1=d_d1,
+        p_dclip=d_clip,
+        BU=tile(sizes["U"], UNITS["query_back"]),
+        **layers,
+        **queries,
+        **shared,
+        **{name: size for name, size in sizes.items() if name != "ACTIVATION"},
+    )
     launch(
         walk_back_kernel,
         (rows,),
@@ -1205,10 +1294,12 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_slot=inputs.momentum_keep_end,
         p_held=inputs.held,
         p_done=inputs.done,
-        p_drun_x=d_run[0],
-        p_drun_d0=d_run[1],
-        p_drun_d1=d_run[2],
+        p_drun_x=d_run_x,
+        p_drun_d0=d_run_d0,
+        p_drun_d1=d_run_d1,
+        p_dkey=d_inputs.key,
         p_dvalue=d_inputs.value,
+        p_dwrite=d_inputs.write,
         p_dslot_write=d_inputs.momentum_write_end,
         p_dkeep=d_inputs.keep_end,
         p_dread=d_inputs.momentum_read_end,
@@ -1216,11 +1307,21 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dheld_x=d_inputs.held_x,
         p_dheld_d0=d_inputs.held_d0,
         p_dheld_d1=d_inputs.held_d1,
+        p_x=kept.x,
+        p_dx=d_x,
+        p_dd0=d_d0,
+        p_dd1=d_d1,
+        p_dclip=d_clip,
         count=count,
         HELD=inputs.held is not None,
         ENDS=inputs.done is not None,
         L2=rule.l2,
+        BU=tile(sizes["U"], UNITS["walk_back"]),
+        BE=BE,
+        **layers,
+        **last,
         **shared,
+        **{name: size for name, size in sizes.items() if name != "BC"},
     )
     width = sizes["V"]
     if rule.residual:
