@@ -49,7 +49,6 @@ from memzoo.kernels import registry
 from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
 
 
-
 def _triton_refuses(problem: Problem) -> str | None:
     sizes, options = problem.sizes, problem.options
     if options["muon"] is not None:

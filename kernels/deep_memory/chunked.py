@@ -34,7 +34,6 @@ from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_toke
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
-
 Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
 """`walk`; told, too, whether there will be a backward."""
 Step = Callable[..., tuple[Tensor, DeepMemoryState]]

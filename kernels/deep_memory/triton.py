@@ -85,52 +85,49 @@ def _cubic(h):
 def _value(h, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         return h * _below(h)
-    elif ACTIVATION == "gelu_tanh":
+    if ACTIVATION == "gelu_tanh":
         return 0.5 * h * (1 + _tanh(_cubic(h)))
-    elif ACTIVATION == "silu":
+    if ACTIVATION == "silu":
         return h * tl.sigmoid(h)
-    elif ACTIVATION == "relu":
+    if ACTIVATION == "relu":
         return tl.maximum(h, 0.0)
-    else:
-        return _tanh(h)
+    return _tanh(h)
 
 
 @triton.jit
 def _slope(h, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         return _below(h) + h * _density(h)
-    elif ACTIVATION == "gelu_tanh":
+    if ACTIVATION == "gelu_tanh":
         t = _tanh(_cubic(h))
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * h * h)
         return 0.5 * (1 + t) + 0.5 * h * (1 - t * t) * slope
-    elif ACTIVATION == "silu":
+    if ACTIVATION == "silu":
         s = tl.sigmoid(h)
         return s + h * s * (1 - s)
-    elif ACTIVATION == "relu":
+    if ACTIVATION == "relu":
         return tl.where(h > 0, 1.0, 0.0)
-    else:
-        t = _tanh(h)
-        return 1 - t * t
+    t = _tanh(h)
+    return 1 - t * t
 
 
 @triton.jit
 def _curvature(h, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         return _density(h) * (2 - h * h)
-    elif ACTIVATION == "gelu_tanh":
+    if ACTIVATION == "gelu_tanh":
         t = _tanh(_cubic(h))
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * h * h)
         t1 = (1 - t * t) * slope
         t2 = (1 - t * t) * (6 * 0.044715 * 0.7978845608028654 * h) - 2 * t * t1 * slope
         return t1 + 0.5 * h * t2
-    elif ACTIVATION == "silu":
+    if ACTIVATION == "silu":
         s = tl.sigmoid(h)
         return s * (1 - s) * (2 + h * (1 - 2 * s))
-    elif ACTIVATION == "relu":
+    if ACTIVATION == "relu":
         return tl.zeros_like(h)
-    else:
-        t = _tanh(h)
-        return -2 * t * (1 - t * t)
+    t = _tanh(h)
+    return -2 * t * (1 - t * t)
 
 
 # Tiles ---------------------------------------------------------------------------------------------------------------
@@ -487,7 +484,22 @@ def read_kernel(
             z = _value(h, ACTIVATION)
             if PARTS == 2:
                 h, plain, plain_slot = _read_hidden(
-                    q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                    q,
+                    scores,
+                    p_up + o_up,
+                    p_slot_n,
+                    p_d0 + o_d0,
+                    row,
+                    unit,
+                    1,
+                    keep,
+                    read,
+                    R,
+                    K,
+                    U,
+                    PARTS,
+                    MOMENTUM,
+                    BK,
                 )
                 z *= h
         x = load_rows(p_x, row, unit, U, row < R, U)
@@ -586,7 +598,22 @@ def read_back_kernel(
             z = _value(a, ACTIVATION)
             if PARTS == 2:
                 b, plain_gate, plain_gate_slot = _read_hidden(
-                    q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                    q,
+                    scores,
+                    p_up + o_up,
+                    p_slot_n,
+                    p_d0 + o_d0,
+                    row,
+                    unit,
+                    1,
+                    keep,
+                    read,
+                    R,
+                    K,
+                    U,
+                    PARTS,
+                    MOMENTUM,
+                    BK,
                 )
                 z *= b
         # The second layer.
@@ -810,6 +837,56 @@ def walk_back_kernel(
         is_running = (row < R) & (here == done)
         o_up, o_down = i * PARTS * U * K, i * V * U
         o_up_next, o_down_next = (i + M) * PARTS * U * K, (i + M) * V * U
+        # The step from this anchor to the next: the anchor itself, and its coefficients,
+        d_keep = tl.zeros([1, BE], tl.float32)
+        d_read = tl.zeros([1, BE], tl.float32)
+        d_slot = tl.zeros([1, BE], tl.float32)
+        for i_u in range(tl.cdiv(U, BU)):
+            unit, m_v = columns(i_u, BU), v_column < V
+            keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
+            w = load_rows(p_down + o_down, v_column, unit, U, m_v, U)
+            d_w = load_rows(p_ddown + o_down_next, v_column, unit, U, m_v, U)
+            of_keep = tl.sum(w * d_w, axis=0)
+            kept = d_w * keep[None, :] + load_rows(p_ddown + o_down, v_column, unit, U, m_v, U)
+            store_rows(p_ddown + o_down, kept, v_column, unit, U, m_v, U)
+            if MOMENTUM:
+                read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
+                slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
+                s = load_rows(p_down_slot + o_down, v_column, unit, U, m_v, U)
+                d_s = load_rows(p_ddown_slot + o_down_next, v_column, unit, U, m_v, U)
+                of_read = tl.sum(s * d_w, axis=0)
+                of_slot = tl.sum(s * d_s, axis=0)
+                kept = d_s * slot[None, :] + d_w * read[None, :]
+                kept += load_rows(p_ddown_slot + o_down, v_column, unit, U, m_v, U)
+                store_rows(p_ddown_slot + o_down, kept, v_column, unit, U, m_v, U)
+            if DEPTH == 2:
+                for part in tl.static_range(PARTS):
+                    at = unit * PARTS + part
+                    w = load_rows(p_up + o_up, at, k_column, K, unit < U, K)
+                    d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K)
+                    of_keep += tl.sum(w * d_w, axis=1)
+                    kept = d_w * keep[:, None] + load_rows(p_dup + o_up, at, k_column, K, unit < U, K)
+                    store_rows(p_dup + o_up, kept, at, k_column, K, unit < U, K)
+                    if MOMENTUM:
+                        s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K)
+                        d_s = load_rows(p_dup_slot + o_up_next, at, k_column, K, unit < U, K)
+                        of_read += tl.sum(s * d_w, axis=1)
+                        of_slot += tl.sum(s * d_s, axis=1)
+                        kept = d_s * slot[:, None] + d_w * read[:, None]
+                        kept += load_rows(p_dup_slot + o_up, at, k_column, K, unit < U, K)
+                        store_rows(p_dup_slot + o_up, kept, at, k_column, K, unit < U, K)
+            d_keep += _per_block(of_keep[None, :], unit, U, E, BE)
+            if MOMENTUM:
+                d_read += _per_block(of_read[None, :], unit, U, E, BE)
+                d_slot += _per_block(of_slot[None, :], unit, U, E, BE)
+        m_block = (block < E) & (_spread(n, block) < done)
+        tl.store(p_dkeep + i * E + block, tl.sum(d_keep, axis=0), mask=m_block)
+        if MOMENTUM:
+            tl.store(p_dread + i * E + block, tl.sum(d_read, axis=0), mask=m_block)
+            tl.store(p_dslot + i * E + block, tl.sum(d_slot, axis=0), mask=m_block)
+        tl.debug_barrier()
+
+        # what was written to its last layer,
         d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
         clip = tl.zeros([BR], tl.float32) + 1
         if MAX_NORM > 0:
@@ -826,104 +903,62 @@ def walk_back_kernel(
         if MOMENTUM:
             slot_write = tl.load(p_slot_write + i * R + row, mask=m_end, other=0.0) * clip
             d_slot_write = tl.zeros([BR], tl.float32)
-        d_keep = tl.zeros([1, BE], tl.float32)
-        d_read = tl.zeros([1, BE], tl.float32)
-        d_slot = tl.zeros([1, BE], tl.float32)
-
-        # The step from this anchor to the next, the last layer first.
         for i_u in range(tl.cdiv(U, BU)):
-            unit = columns(i_u, BU)
-            keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
-            if MOMENTUM:
-                read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
-                slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
-            m_v = v_column < V
-            x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
-            w = load_rows(p_down + o_down, v_column, unit, U, m_v, U)
-            d_w = load_rows(p_ddown + o_down_next, v_column, unit, U, m_v, U)
-            of_keep = tl.sum(w * d_w, axis=0)
-            g = product(d1, d_w.to(like))
-            d_write -= tl.sum(g * x.to(tl.float32), axis=1)
+            unit, m_v = columns(i_u, BU), v_column < V
+            x = load_rows(p_x + i * R * U, row, unit, U, row < R, U).to(tl.float32)
+            d_w = load_rows(p_ddown + o_down_next, v_column, unit, U, m_v, U).to(like)
+            g = product(d1, d_w)
+            d_write -= tl.sum(g * x, axis=1)
             d_x = load_rows(p_dx + i * R * U, row, unit, U, row < R, U).to(tl.float32) - g * write[:, None]
-            d_d1 -= product((x.to(tl.float32) * write[:, None]).to(like), tl.trans(d_w.to(like)))
+            d_d1 -= product((x * write[:, None]).to(like), tl.trans(d_w))
             if MOMENTUM:
-                s = load_rows(p_down_slot + o_down, v_column, unit, U, m_v, U)
-                of_read = tl.sum(s * d_w, axis=0)
-                d_s = load_rows(p_ddown_slot + o_down_next, v_column, unit, U, m_v, U)
-                of_slot = tl.sum(s * d_s, axis=0)
-                g = product(d1, d_s.to(like))
-                d_slot_write -= tl.sum(g * x.to(tl.float32), axis=1)
+                d_s = load_rows(p_ddown_slot + o_down_next, v_column, unit, U, m_v, U).to(like)
+                g = product(d1, d_s)
+                d_slot_write -= tl.sum(g * x, axis=1)
                 d_x -= g * slot_write[:, None]
-                d_d1 -= product((x.to(tl.float32) * slot_write[:, None]).to(like), tl.trans(d_s.to(like)))
-                d_s = d_s * slot[None, :] + d_w * read[None, :]
-                d_s += load_rows(p_ddown_slot + o_down, v_column, unit, U, m_v, U)
-                store_rows(p_ddown_slot + o_down, d_s, v_column, unit, U, m_v, U)
-            d_w = d_w * keep[None, :] + load_rows(p_ddown + o_down, v_column, unit, U, m_v, U)
-            store_rows(p_ddown + o_down, d_w, v_column, unit, U, m_v, U)
+                d_d1 -= product((x * slot_write[:, None]).to(like), tl.trans(d_s))
             if DEPTH == 2:
                 if ENDS:
                     d_x += load_rows(p_drun_x + i_m * R * U, row, unit, U, is_running, U)
                 if HELD:
                     store_rows(p_dheld_x + i_m * R * U, d_x, row, unit, U, is_held, U)
             store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
-            d_keep += _per_block(of_keep[None, :], unit, U, E, BE)
-            if MOMENTUM:
-                d_read += _per_block(of_read[None, :], unit, U, E, BE)
-                d_slot += _per_block(of_slot[None, :], unit, U, E, BE)
         if HELD:
             store_rows(p_dheld_d1 + i_m * R * V, d_d1, row, v_column, V, is_held, V)
         tl.debug_barrier()
+
+        # and to its first.
         if DEPTH == 2:
             k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
             d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
             for i_u in range(tl.cdiv(U, BU)):
                 unit = columns(i_u, BU)
-                keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
-                if MOMENTUM:
-                    read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
-                    slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
                 for part in tl.static_range(PARTS):
                     at = unit * PARTS + part
                     d0 = load_rows(p_d0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
                     d_d0 = load_rows(p_dd0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
                     if ENDS:
-                        d_unit = load_rows(
-                            p_drun_d0 + i_m * R * PARTS * U, row, at, PARTS * U, is_running, PARTS * U
-                        )
+                        d_unit = load_rows(p_drun_d0 + i_m * R * PARTS * U, row, at, PARTS * U, is_running, PARTS * U)
                         d_d0 += d_unit * clip[:, None]
                         d_clip += tl.sum(d_unit * d0, axis=1)
-                    w = load_rows(p_up + o_up, at, k_column, K, unit < U, K)
-                    d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K)
-                    d_keep += _per_block(tl.sum(w * d_w, axis=1)[None, :], unit, U, E, BE)
-                    g = product(k, tl.trans(d_w.to(like)))
+                    d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K).to(like)
+                    g = product(k, tl.trans(d_w))
                     d_write -= tl.sum(g * d0, axis=1)
                     d_d0 -= g * write[:, None]
-                    d_k -= product((d0 * write[:, None]).to(like), d_w.to(like))
+                    d_k -= product((d0 * write[:, None]).to(like), d_w)
                     if MOMENTUM:
-                        s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K)
-                        d_read += _per_block(tl.sum(s * d_w, axis=1)[None, :], unit, U, E, BE)
-                        d_s = load_rows(p_dup_slot + o_up_next, at, k_column, K, unit < U, K)
-                        d_slot += _per_block(tl.sum(s * d_s, axis=1)[None, :], unit, U, E, BE)
-                        g = product(k, tl.trans(d_s.to(like)))
+                        d_s = load_rows(p_dup_slot + o_up_next, at, k_column, K, unit < U, K).to(like)
+                        g = product(k, tl.trans(d_s))
                         d_slot_write -= tl.sum(g * d0, axis=1)
                         d_d0 -= g * slot_write[:, None]
-                        d_k -= product((d0 * slot_write[:, None]).to(like), d_s.to(like))
-                        d_s = d_s * slot[:, None] + d_w * read[:, None]
-                        d_s += load_rows(p_dup_slot + o_up, at, k_column, K, unit < U, K)
-                        store_rows(p_dup_slot + o_up, d_s, at, k_column, K, unit < U, K)
-                    d_w = d_w * keep[:, None] + load_rows(p_dup + o_up, at, k_column, K, unit < U, K)
-                    store_rows(p_dup + o_up, d_w, at, k_column, K, unit < U, K)
+                        d_k -= product((d0 * slot_write[:, None]).to(like), d_s)
                     store_rows(p_dd0 + i * R * PARTS * U, d_d0, row, at, PARTS * U, row < R, PARTS * U)
                     if HELD:
                         store_rows(p_dheld_d0 + i_m * R * PARTS * U, d_d0, row, at, PARTS * U, is_held, PARTS * U)
             store_rows(p_dkey + i * R * K, d_k, row, k_column, K, row < R, K)
-        m_block = (block < E) & (_spread(n, block) < done)
-        tl.store(p_dkeep + i * E + block, tl.sum(d_keep, axis=0), mask=m_block)
         p_dwrite_n = p_dwrite + (i * C + (C - 1)) * R + row
         tl.store(p_dwrite_n, tl.load(p_dwrite_n, mask=m_end, other=0.0) + d_write * clip, mask=m_end)
         if MOMENTUM:
-            tl.store(p_dread + i * E + block, tl.sum(d_read, axis=0), mask=m_block)
-            tl.store(p_dslot + i * E + block, tl.sum(d_slot, axis=0), mask=m_block)
             tl.store(p_dslot_write + i * R + row, d_slot_write * clip, mask=m_end)
         tl.debug_barrier()
 
@@ -1229,7 +1264,11 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
     d_clip = kept.norms.new_empty(count, rows, sizes["R"])
     d_inputs = inputs._replace(
         **{n: torch.zeros_like(x) for n, x in inputs._asdict().items() if n in _ZEROED and x is not None},
-        **{n: fresh(x) for n, x in inputs._asdict().items() if n in ("query", "value", "keep", "momentum_read", "write")},
+        **{
+            n: fresh(x)
+            for n, x in inputs._asdict().items()
+            if n in ("query", "value", "keep", "momentum_read", "write")
+        },
         units=None if inputs.units is None else d_x,
     )
     shared = {
@@ -1418,9 +1457,7 @@ def _pull_back(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]
     saved = ctx.saved_tensors
     tensors, kept = saved[: len(Inputs._fields)], saved[len(Inputs._fields) :]
     down = tensors[Inputs._fields.index("down")]
-    given = [
-        down.new_zeros(shape) if d is None else d for d, shape in zip(d_outputs[:8], ctx.shapes, strict=True)
-    ]
+    given = [down.new_zeros(shape) if d is None else d for d, shape in zip(d_outputs[:8], ctx.shapes, strict=True)]
     gradients = _gradient(*tensors, *ctx.rule, list(kept), given)
     found = wanted(tensors[:_DIFFERENTIABLE], gradients)
     return *found, *[None] * (len(tensors) - _DIFFERENTIABLE), *[None] * 5
