@@ -127,6 +127,13 @@ def deep(
     rule = deep_memory.Rule("gelu", residual=True, l2=True, max_norm=10.0)
     outputs, kept = deep_memory.forward(inputs, rule, keep=True)
     deep_memory.backward(inputs, rule, kept, outputs)
+    q, v, gate = (x[0, :, :1] for x in (inputs.query, inputs.value, meta(1, rows, 1)))
+    x0, x1, d1, row = (meta(rows, held, d) for d in (key_dim, hidden, value_dim, 1))
+    at, block = meta(rows, dtype=torch.int64), meta(rows, 1)
+    deep_memory.one_token(
+        *(q, q, v, gate, gate, gate, at, None, up, down, up, down, x0, x1, x1, d1),
+        *(row[..., 0], row[..., 0], block, block, block, *rule),
+    )
 
 
 OPS: dict[str, Callable[..., None]] = {

@@ -228,6 +228,31 @@ def test_deep_memory(case: str, dtype: torch.dtype) -> None:
             close(got, want, OP[dtype])
 
 
+@dtypes
+@pytest.mark.parametrize("case", ["matrix", "chunk", "plain", "window", "blocks"])
+def test_deep_memory_token_by_token(case: str, dtype: torch.dtype) -> None:
+    """Rows at different places of their chunks, over two of them, with the kernel of a single token."""
+    sizes = {**DEEP[case], "tokens": 11}
+    sizes.pop("read", None)
+    options = {n: sizes.pop(n) for n in ("residual", "objective", "activation", "max_gradient_norm") if n in sizes}
+    options |= {"chunk_size": 4, "unlock": [3 * block for block in range(sizes.get("blocks", 1))]}
+    found = []
+    for backend, narrow, wide in (("reference", torch.float64, torch.float64), ("triton", dtype, torch.float32)):
+        made: dict[str, Any] = deep.make_inputs(heads=1, chunk_size=4, **sizes, dtype=wide)
+        args = {n: None if made.get(n) is None else made[n].to(dtype).to(narrow) for n in SEQUENCES}
+        outputs, state = [], made["state"]
+        with torch.no_grad():
+            for start, end in ((0, 2), *((t, t + 1) for t in range(2, 11))):
+                cut = {n: None if x is None else x[:, start:end] for n, x in args.items()}
+                lengths = torch.tensor([1, 2]) if start == 0 else None
+                y, state = deep_memory(**cut, state=state, **options, lengths=lengths, backend=backend)
+                outputs.append(y)
+        weights, momentum = deep.materialize(state)
+        found.append([torch.cat(outputs[1:], dim=1), *weights, *momentum])
+    for want, got in zip(*found, strict=True):
+        close(got.double(), want, OP[dtype])
+
+
 def test_deep_memory_reads_many_chunks_with_few_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a backward anchors are kept for some chunks at a time."""
     made: dict[str, Any] = deep.make_inputs(batch=1, tokens=14, heads=1, hidden=(16,), dtype=torch.float32)

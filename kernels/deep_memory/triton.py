@@ -42,17 +42,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memzoo.kernels.deep_memory import DeepMemoryState
+from memzoo.kernels.deep_memory import DeepMemoryState, chunked
 from memzoo.kernels.deep_memory.chunk import Network
-from memzoo.kernels.deep_memory.chunked import _step, computed
 from memzoo.kernels.deep_memory.walk import Ends, Tensors
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
-from memzoo.kernels.registry import mixed_precision
+from memzoo.kernels.registry import cast, mixed_precision
 from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, product, tile, wanted
 
 ANCHOR_BYTES = 1 << 28
 """Of anchors that an inference keeps at a time."""
-UNITS = {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32}
+UNITS = {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "step": 32}
 """Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room."""
 
 
@@ -158,7 +157,7 @@ def _spread(n, like):
 
 @triton.jit
 def _at_end(p, unit, n, done, otherwise, U: tl.constexpr, E: tl.constexpr):
-    """Of coefficients per block of the end of chunk n those of the units `[BU]`; `otherwise` where a row stops in it."""
+    """The units' coefficients `[BU]` at the end of chunk n, from one per block; `otherwise` if the row stops in it."""
     found = tl.load(p + _block(unit, U, E), mask=unit < U, other=0.0)
     return tl.where(_spread(n, unit) < done, found, otherwise)
 
@@ -239,8 +238,8 @@ def walk_kernel(
     """`count` chunks of a row: their factors, and the anchors after them; the anchor n is followed by n + 1.
 
     With one layer the units are the key's coordinates, and `p_x` is given. `p_norms` takes, per row, the bound's factor
-    and the squares of |x| and |d| of the hidden units. `p_done` counts the chunks that the row completes; `p_run_*` take
-    the factors of the one it does not.
+    and the squares of |x| and |d| of the hidden units. `p_done` counts the chunks that the row completes; `p_run_*`
+    take the factors of the one it does not.
     """
     i_m = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BR).to(tl.int64)
@@ -378,13 +377,12 @@ def walk_kernel(
 
 
 @triton.jit
-def _written(p_write, p_norms, token, row, C: tl.constexpr, R: tl.constexpr, MAX_NORM: tl.constexpr):
-    """Coefficients of the rows' unbounded gradients at each token, `[BC, BR]`, and the bound's factors `[1, BR]`."""
-    write = load_rows(p_write, token, row, R, token < C, R)
-    clip = tl.zeros([1, row.shape[0]], tl.float32) + 1
+def _bound(p_norms, row, R: tl.constexpr, MAX_NORM: tl.constexpr):
+    """The factor that keeps each row's gradient within its bound, `[BR]`."""
+    clip = tl.zeros_like(row).to(tl.float32) + 1
     if MAX_NORM > 0:
-        clip = tl.load(p_norms + row, mask=row < R, other=0.0)[None, :]
-    return write * clip, clip
+        clip = tl.load(p_norms + row, mask=row < R, other=1.0)
+    return clip
 
 
 @triton.jit
@@ -406,7 +404,7 @@ def _read_hidden(
     MOMENTUM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """What the queries give a tile of units, `[BC, BU]`, by the first layer, and by its anchor's weights and momentum."""
+    """What the queries give a tile of units by the first layer, `[BC, BU]`, and by its anchor's weights, momentum."""
     plain = _hidden(q, p_up, unit, part, K, U, PARTS, BK)
     plain_slot = plain
     y = plain * keep
@@ -459,7 +457,8 @@ def read_kernel(
     like: tl.constexpr = p_d1.dtype.element_ty
     p_query, p_x, o_d0 = p_query + i * C * K, p_x + i * R * U, i * R * PARTS * U
     o_up, o_down = i * PARTS * U * K, i * V * U
-    write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+    clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
+    write = load_rows(p_write + i * C * R, token, row, R, token < C, R) * clip[None, :]
     if DEPTH == 2:
         q = load_rows(p_query, token, k_column, K, token < C, K)
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
@@ -478,30 +477,15 @@ def read_kernel(
             p_slot_n = p_up
             if MOMENTUM:
                 p_slot_n = p_up_slot + o_up
-            h, plain, plain_slot = _read_hidden(
-                q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
-            )
+            p_up_n, p_d0_n = p_up + o_up, p_d0 + o_d0
+            h = _read_hidden(
+                q, scores, p_up_n, p_slot_n, p_d0_n, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
+            )[0]
             z = _value(h, ACTIVATION)
             if PARTS == 2:
-                h, plain, plain_slot = _read_hidden(
-                    q,
-                    scores,
-                    p_up + o_up,
-                    p_slot_n,
-                    p_d0 + o_d0,
-                    row,
-                    unit,
-                    1,
-                    keep,
-                    read,
-                    R,
-                    K,
-                    U,
-                    PARTS,
-                    MOMENTUM,
-                    BK,
-                )
-                z *= h
+                z *= _read_hidden(
+                    q, scores, p_up_n, p_slot_n, p_d0_n, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                )[0]
         x = load_rows(p_x, row, unit, U, row < R, U)
         inner += product(z.to(like), tl.trans(x))
         w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
@@ -569,7 +553,8 @@ def read_back_kernel(
     p_query, p_x, o_d0 = p_query + i * C * K, p_x + i * R * U, i * R * PARTS * U
     p_dquery, p_dx = p_dquery + i * C * K, p_dx + i * R * U
     o_up, o_down = i * PARTS * U * K, i * V * U
-    write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+    clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
+    write = load_rows(p_write + i * C * R, token, row, R, token < C, R) * clip[None, :]
     g = load_rows(p_dy + i * C * V, token, v_column, V, token < C, V).to(like)
     d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
     d_scores = (product(g, tl.trans(d1)) * write).to(like)
@@ -592,28 +577,14 @@ def read_back_kernel(
             p_slot_n = p_up
             if MOMENTUM:
                 p_slot_n = p_up_slot + o_up
+            p_up_n, p_d0_n = p_up + o_up, p_d0 + o_d0
             a, plain, plain_slot = _read_hidden(
-                q, scores, p_up + o_up, p_slot_n, p_d0 + o_d0, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
+                q, scores, p_up_n, p_slot_n, p_d0_n, row, unit, 0, keep, read, R, K, U, PARTS, MOMENTUM, BK
             )
             z = _value(a, ACTIVATION)
             if PARTS == 2:
                 b, plain_gate, plain_gate_slot = _read_hidden(
-                    q,
-                    scores,
-                    p_up + o_up,
-                    p_slot_n,
-                    p_d0 + o_d0,
-                    row,
-                    unit,
-                    1,
-                    keep,
-                    read,
-                    R,
-                    K,
-                    U,
-                    PARTS,
-                    MOMENTUM,
-                    BK,
+                    q, scores, p_up_n, p_slot_n, p_d0_n, row, unit, 1, keep, read, R, K, U, PARTS, MOMENTUM, BK
                 )
                 z *= b
         # The second layer.
@@ -703,7 +674,8 @@ def query_back_kernel(
     token, row = tl.arange(0, BC).to(tl.int64), tl.arange(0, BR).to(tl.int64)
     k_column, v_column = columns(0, BK), columns(0, BV)
     like: tl.constexpr = p_d1.dtype.element_ty
-    write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+    clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
+    write = load_rows(p_write + i * C * R, token, row, R, token < C, R) * clip[None, :]
     if DEPTH == 2:
         o_up, o_d0 = i * PARTS * U * K, i * R * PARTS * U
         q = load_rows(p_query + i * C * K, token, k_column, K, token < C, K)
@@ -732,7 +704,7 @@ def query_back_kernel(
                     store_rows(p_dup_slot + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
         tl.debug_barrier()  # what follows is made and loaded again, so that it takes no registers in the loop
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
-        write, clip = _written(p_write + i * C * R, p_norms + i * 3 * R, token, row, C, R, MAX_NORM)
+        write = load_rows(p_write + i * C * R, token, row, R, token < C, R) * clip[None, :]
         d_write = -d_weighted * product(q, tl.trans(k))
         d_scores = (d_weighted * write).to(like)
         d_q -= product(d_scores, k)
@@ -746,7 +718,7 @@ def query_back_kernel(
     inner = load_rows(p_inner + i * C * R, token, row, R, token < C, R)
     store_rows(p_dd1 + i * R * V, -product(tl.trans((inner * write).to(like)), g), row, v_column, V, row < R, V)
     d_write -= product(g, tl.trans(d1)) * inner
-    store_rows(p_dwrite + i * C * R, d_write * clip, token, row, R, token < C, R)
+    store_rows(p_dwrite + i * C * R, d_write * clip[None, :], token, row, R, token < C, R)
     if MAX_NORM > 0:
         write = load_rows(p_write + i * C * R, token, row, R, token < C, R)
         tl.store(p_dclip + i * R + row, tl.sum(d_write * write, axis=0), mask=row < R)
@@ -888,9 +860,7 @@ def walk_back_kernel(
 
         # what was written to its last layer,
         d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
-        clip = tl.zeros([BR], tl.float32) + 1
-        if MAX_NORM > 0:
-            clip = tl.load(p_norms + i * 3 * R + row, mask=row < R, other=1.0)
+        clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
         p_write_n = p_write + (i * C + (C - 1)) * R + row
         write = tl.load(p_write_n, mask=m_end, other=0.0) * clip
         d_write = tl.zeros([BR], tl.float32)
@@ -1056,6 +1026,198 @@ def walk_back_kernel(
         tl.debug_barrier()
 
 
+# One token -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _seen(k, p_up, unit, part, K: tl.constexpr, U: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr):
+    """`_hidden` of one token."""
+    w = load_rows(p_up, unit * PARTS + part, columns(0, BK), K, unit < U, K)
+    return tl.sum(w * k[None, :], axis=1)
+
+
+@triton.jit
+def step_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_retention,
+    p_decay,
+    p_step,
+    p_place,
+    p_open,
+    p_up,
+    p_down,
+    p_up_slot,
+    p_down_slot,
+    p_x0,
+    p_x1,
+    p_d0,
+    p_d1,
+    p_write,
+    p_slot_write,
+    p_keep,
+    p_read,
+    p_slot,
+    p_new_write,
+    p_new_slot_write,
+    p_new_keep,
+    p_new_read,
+    p_new_slot,
+    p_y,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    RETENTION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    L2: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """One token of a row, in float32: its factors, written to row `p_place` of the state's, the coefficients after it,
+    and what its query reads. With one layer the units are the key's coordinates, and `p_x1` are the inputs."""
+    i = tl.program_id(0).to(tl.int64)
+    row, block = tl.arange(0, BR).to(tl.int64), columns(0, BE)
+    k_column, v_column = columns(0, BK), columns(0, BV)
+    here = tl.load(p_place + i)
+    v = tl.load(p_value + i * V + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+    error = -v
+    if L2 and RESIDUAL:
+        error += tl.load(p_key + i * K + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+
+    # Its gradient.
+    if DEPTH == 2:
+        k = tl.load(p_key + i * K + k_column, mask=k_column < K, other=0.0).to(tl.float32)
+        tl.store(p_x0 + (i * R + here) * K + k_column, k, mask=k_column < K)
+    square_x = 0.0
+    for i_u in range(tl.cdiv(U, BU)):
+        unit = columns(i_u, BU)
+        is_open = tl.where(unit < U, 1.0, 0.0)
+        if E > 1:
+            is_open = tl.load(p_open + i * E + _block(unit, U, E), mask=unit < U, other=0.0)
+        if DEPTH == 1:
+            x = tl.load(p_key + i * K + unit, mask=unit < U, other=0.0).to(tl.float32) * is_open
+        else:
+            x = _value(_seen(k, p_up + i * PARTS * U * K, unit, 0, K, U, PARTS, BK), ACTIVATION) * is_open
+            if PARTS == 2:
+                x *= _seen(k, p_up + i * PARTS * U * K, unit, 1, K, U, PARTS, BK)
+        tl.store(p_x1 + (i * R + here) * U + unit, x, mask=unit < U)
+        square_x += tl.sum(x * x, axis=0)
+        if L2:
+            w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
+            error += tl.sum(w * x[None, :], axis=1)
+    square = square_x * tl.sum(error * error, axis=0)
+    if DEPTH == 2:
+        square_d = 0.0
+        for i_u in range(tl.cdiv(U, BU)):
+            unit = columns(i_u, BU)
+            w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
+            back = tl.sum(w * error[:, None], axis=0)
+            if E > 1:
+                back *= tl.load(p_open + i * E + _block(unit, U, E), mask=unit < U, other=0.0)
+            a = _seen(k, p_up + i * PARTS * U * K, unit, 0, K, U, PARTS, BK)
+            d0 = back * _slope(a, ACTIVATION)
+            p_row = p_d0 + (i * R + here) * PARTS * U + unit * PARTS
+            if PARTS == 2:
+                d_gate = back * _value(a, ACTIVATION)
+                square_d += tl.sum(d_gate * d_gate, axis=0)
+                tl.store(p_row + 1, d_gate, mask=unit < U)
+                d0 *= _seen(k, p_up + i * PARTS * U * K, unit, 1, K, U, PARTS, BK)
+            square_d += tl.sum(d0 * d0, axis=0)
+            tl.store(p_row, d0, mask=unit < U)
+        square += square_d * tl.sum(k * k, axis=0)
+    clip = 1.0
+    if MAX_NORM > 0:
+        clip = tl.rsqrt(tl.maximum(square / (MAX_NORM * MAX_NORM), 1.0))
+    tl.debug_barrier()
+    if DEPTH == 2 and MAX_NORM > 0:
+        for i_u in range(tl.cdiv(PARTS * U, BU)):
+            at = columns(i_u, BU)
+            p_row = p_d0 + (i * R + here) * PARTS * U + at
+            tl.store(p_row, tl.load(p_row, mask=at < PARTS * U, other=0.0) * clip, mask=at < PARTS * U)
+    tl.store(p_d1 + (i * R + here) * V + v_column, error * clip, mask=v_column < V)
+    tl.debug_barrier()
+
+    # The coefficients after it.
+    step = tl.where(row == here, tl.load(p_step + i).to(tl.float32), 0.0)
+    retention = 1.0
+    if RETENTION:
+        retention = tl.exp(tl.load(p_retention + i).to(tl.float32))
+    write = tl.load(p_write + i * R + row, mask=row < R, other=0.0) * retention
+    keep = tl.load(p_keep + i * E + block, mask=block < E, other=0.0)
+    read = tl.load(p_read + i * E + block, mask=block < E, other=0.0)
+    slot = tl.load(p_slot + i * E + block, mask=block < E, other=0.0)
+    is_open = block < E
+    if E > 1:
+        is_open = tl.load(p_open + i * E + block, mask=block < E, other=0.0) > 0
+    if MOMENTUM:
+        decay = tl.exp(tl.load(p_decay + i).to(tl.float32))
+        step += tl.load(p_slot_write + i * R + row, mask=row < R, other=0.0) * decay
+        tl.store(p_new_slot_write + i * R + row, step, mask=row < R)
+        slot = tl.where(is_open, slot * decay, slot)
+        read = tl.where(is_open, read * retention + slot, read)
+    write += step
+    keep = tl.where(is_open, keep * retention, keep)
+    tl.store(p_new_write + i * R + row, write, mask=row < R)
+    tl.store(p_new_keep + i * E + block, keep, mask=block < E)
+    tl.store(p_new_read + i * E + block, read, mask=block < E)
+    tl.store(p_new_slot + i * E + block, slot, mask=block < E)
+    tl.debug_barrier()
+
+    # What its query reads.
+    if DEPTH == 2:
+        q = tl.load(p_query + i * K + k_column, mask=k_column < K, other=0.0).to(tl.float32)
+        x0 = load_rows(p_x0 + i * R * K, row, k_column, K, row < R, K)
+        scores = tl.sum(x0 * q[None, :], axis=1) * write
+    y = tl.zeros([BV], tl.float32)
+    inner = tl.zeros([BR], tl.float32)
+    for i_u in range(tl.cdiv(U, BU)):
+        unit = columns(i_u, BU)
+        of_unit, m_unit = _block(unit, U, E), unit < U
+        keep = tl.load(p_new_keep + i * E + of_unit, mask=m_unit, other=0.0)
+        read = tl.load(p_new_read + i * E + of_unit, mask=m_unit, other=0.0)
+        if E > 1:
+            is_open = tl.load(p_open + i * E + of_unit, mask=m_unit, other=0.0)
+            keep, read = keep * is_open, read * is_open
+        if DEPTH == 1:
+            z = tl.load(p_query + i * K + unit, mask=m_unit, other=0.0).to(tl.float32)
+        else:
+            o_up = i * PARTS * U * K
+            z = _seen(q, p_up + o_up, unit, 0, K, U, PARTS, BK) * keep
+            if MOMENTUM:
+                z += _seen(q, p_up_slot + o_up, unit, 0, K, U, PARTS, BK) * read
+            d0 = load_rows(p_d0 + i * R * PARTS * U, row, unit * PARTS, PARTS * U, row < R, PARTS * U)
+            z = _value(z - tl.sum(d0 * scores[:, None], axis=0), ACTIVATION)
+            if PARTS == 2:
+                b = _seen(q, p_up + o_up, unit, 1, K, U, PARTS, BK) * keep
+                if MOMENTUM:
+                    b += _seen(q, p_up_slot + o_up, unit, 1, K, U, PARTS, BK) * read
+                d0 = load_rows(p_d0 + i * R * PARTS * U, row, unit * PARTS + 1, PARTS * U, row < R, PARTS * U)
+                z *= b - tl.sum(d0 * scores[:, None], axis=0)
+        x = load_rows(p_x1 + i * R * U, row, unit, U, row < R, U)
+        inner += tl.sum(x * z[None, :], axis=1)
+        w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
+        y += tl.sum(w * (z * keep)[None, :], axis=1)
+        if MOMENTUM:
+            s = load_rows(p_down_slot + i * V * U, v_column, unit, U, v_column < V, U)
+            y += tl.sum(s * (z * read)[None, :], axis=1)
+    d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
+    y -= tl.sum(d1 * (inner * write)[:, None], axis=0)
+    if RESIDUAL:
+        y += tl.load(p_query + i * K + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+    tl.store(p_y + i * V + v_column, y.to(p_y.dtype.element_ty), mask=v_column < V)
+
+
 # Host code -----------------------------------------------------------------------------------------------------------
 
 
@@ -1087,9 +1249,10 @@ class Inputs(NamedTuple):
 
     def part(self, low: int, high: int) -> Inputs:
         """Of some chunks."""
-        sequences = {n: x[low:high] for n, x in self._asdict().items() if n in _SEQUENCES and x is not None}
-        first = {} if low == 0 else dict.fromkeys(("held", "held_x", "held_d0", "held_d1"))
-        return self._replace(**sequences, **first, done=None if self.done is None else self.done - low)
+        found: dict[str, Any] = {n: x[low:high] for n, x in self._asdict().items() if n in _SEQUENCES and x is not None}
+        if low > 0:
+            found |= dict.fromkeys(("held", "held_x", "held_d0", "held_d1"))
+        return self._replace(**found, done=None if self.done is None else self.done - low)
 
 
 _SEQUENCES = (*Inputs._fields[:11], "is_open")
@@ -1143,7 +1306,7 @@ def _sizes(inputs: Inputs, rule: Rule) -> dict[str, Any]:
     }
 
 
-def _memory(x: Inputs | Kept) -> dict[str, Tensor | None]:
+def _memory(x: Inputs | Kept) -> dict[str, Any]:
     return {"p_up": x.up, "p_down": x.down, "p_up_slot": x.up_slot, "p_down_slot": x.down_slot}
 
 
@@ -1167,7 +1330,7 @@ def forward(inputs: Inputs, rule: Rule, keep: bool) -> tuple[list[Tensor | None]
     up, down, up_slot, down_slot = anchors
     assert down is not None
     outs = 0 if inputs.up is None else inputs.up.shape[1]
-    factors = {
+    factors: dict[str, Any] = {
         "x": like.new_empty(span, rows, held_rows, sizes["U"]) if outs else None,
         "d0": like.new_empty(span, rows, held_rows, outs) if outs else None,
         "d1": torch.empty_like(like[:span]),
@@ -1271,7 +1434,7 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         },
         units=None if inputs.units is None else d_x,
     )
-    shared = {
+    shared: dict[str, Any] = {
         "p_key": inputs.key,
         "p_write": inputs.write,
         "p_d1": kept.d1,
@@ -1280,9 +1443,20 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         "num_warps": 8,
         "num_stages": 1,
     }
-    layers = {"p_up": kept.up, "p_up_slot": kept.up_slot, "p_d0": kept.d0, "p_dup": d_up, "p_dup_slot": d_up_slot}
-    last = {"p_down": kept.down, "p_down_slot": kept.down_slot, "p_ddown": d_down, "p_ddown_slot": d_down_slot}
-    queries = {
+    layers: dict[str, Any] = {
+        "p_up": kept.up,
+        "p_up_slot": kept.up_slot,
+        "p_d0": kept.d0,
+        "p_dup": d_up,
+        "p_dup_slot": d_up_slot,
+    }
+    last: dict[str, Any] = {
+        "p_down": kept.down,
+        "p_down_slot": kept.down_slot,
+        "p_ddown": d_down,
+        "p_ddown_slot": d_down_slot,
+    }
+    queries: dict[str, Any] = {
         "p_dy": d_y,
         "p_query": inputs.query,
         "p_keep": inputs.keep,
@@ -1371,6 +1545,70 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
     up, down, up_slot, down_slot = (None if x is None else x[0].clone() for x in d_anchors)
     assert down is not None
     return d_inputs._replace(up=up, down=down, up_slot=up_slot, down_slot=down_slot)
+
+
+def one_token(*given: Any) -> tuple[Tensor, ...]:
+    """Output `[M, 1, V]` and the new coefficients; the factors are written to their rows."""
+    *tensors, activation, residual, l2, max_norm = given
+    query, key, value, retention, decay, step, place, is_open, *memory = contiguous(*tensors[:12])
+    up, down, up_slot, down_slot = memory
+    x0, x1, d0, d1, *coefficients = tensors[12:]
+    write, slot_write, keep, read, slot = contiguous(*coefficients)
+    (rows, held), units = write.shape, down.shape[2]
+    new = [torch.empty_like(x) for x in (write, slot_write, keep, read, slot)]
+    y = torch.empty_like(value)
+    blocks = keep.shape[1]
+    launch(
+        step_kernel,
+        (rows,),
+        num_stages=1,
+        p_query=query,
+        p_key=key,
+        p_value=value,
+        p_retention=retention,
+        p_decay=decay,
+        p_step=step,
+        p_place=place,
+        p_open=is_open,
+        p_up=up,
+        p_down=down,
+        p_up_slot=up_slot,
+        p_down_slot=down_slot,
+        p_x0=x0,
+        p_x1=x1,
+        p_d0=d0,
+        p_d1=d1,
+        p_write=write,
+        p_slot_write=slot_write,
+        p_keep=keep,
+        p_read=read,
+        p_slot=slot,
+        p_new_write=new[0],
+        p_new_slot_write=new[1],
+        p_new_keep=new[2],
+        p_new_read=new[3],
+        p_new_slot=new[4],
+        p_y=y,
+        R=held,
+        K=key.shape[2],
+        V=value.shape[2],
+        U=units,
+        E=blocks,
+        DEPTH=1 if up is None else 2,
+        PARTS=1 if up is None else up.shape[1] // units,
+        MOMENTUM=down_slot is not None,
+        RETENTION=retention is not None,
+        ACTIVATION=activation,
+        RESIDUAL=residual,
+        L2=l2,
+        MAX_NORM=max_norm,
+        BR=tile(held, 64),
+        BK=tile(key.shape[2], 128),
+        BV=tile(value.shape[2], 128),
+        BU=tile(units, UNITS["step"]),
+        BE=triton.next_power_of_2(blocks),
+    )
+    return y, *new
 
 
 _ZEROED = (
@@ -1529,7 +1767,77 @@ def _walk_of(network: Network, ends: Ends, tensors: Tensors, differentiable: boo
     return (y, up, down, *([up_slot, down_slot] if slots else []), first, run_x, run_d0, run_d1)
 
 
+_one = torch.library.custom_op(
+    "memzoo::deep_memory_step",
+    one_token,
+    mutates_args=("x0", "x1", "d0", "d1"),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? log_retention, Tensor? log_momentum, Tensor step_size, "
+    "Tensor place, Tensor? is_open, Tensor? up, Tensor down, Tensor? up_slot, Tensor? down_slot, Tensor(a!)? x0, "
+    "Tensor(b!) x1, Tensor(c!)? d0, Tensor(d!) d1, Tensor write, Tensor momentum_write, Tensor weight_keep, "
+    f"Tensor momentum_read, Tensor momentum_keep, {_RULE}) -> ({', '.join(['Tensor'] * 6)})",
+)
+
+
+@_one.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return fresh(value), *(fresh(x) for x in others[13:18])
+
+
+def step(
+    network: Network,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_retention: Tensor | None,
+    log_momentum: Tensor | None,
+    step_size: Tensor,
+    window_gate: Tensor | None,
+    state: DeepMemoryState,
+    unlock: tuple[int, ...],
+) -> tuple[Tensor, DeepMemoryState]:
+    """`chunked.step` by one kernel; that of the chunked backend where a window reaches other rows."""
+    if window_gate is not None or state.halo > 0:
+        tokens = (cast(x, state.write.dtype) for x in (query, key, value))
+        return chunked.step(network, *tokens, log_retention, log_momentum, step_size, window_gate, state, unlock)
+    batch, heads, size = state.write.shape
+    depth = network.depth
+    row = state.position % size
+    is_open = None
+    if network.blocks > 1:
+        is_open = state.position[:, None] >= torch.tensor(unlock, device=query.device)
+        is_open = is_open.to(state.write.dtype).repeat_interleave(heads, dim=0)
+    rows = [chunked.writable(x).flatten(0, 1).contiguous() for x in (*state.inputs, *state.deltas)]
+    memory = [x.flatten(0, 1) for x in (*state.weights, *state.momentum)]
+    weights, slots = memory[:depth], memory[depth:]
+    old = state.write, state.momentum_write, state.weight_keep, state.momentum_read, state.momentum_keep
+    gates = (None if x is None else x.flatten() for x in (log_retention, log_momentum, step_size))
+    y, *new = _one(
+        *(x.reshape(batch * heads, 1, -1) for x in (query, key, value)),
+        *gates,
+        row.repeat_interleave(heads),
+        is_open,
+        weights[0] if depth == 2 else None,
+        weights[-1],
+        slots[0] if depth == 2 and slots else None,
+        slots[-1] if slots else None,
+        rows[0] if depth == 2 else None,
+        rows[depth - 1],
+        rows[depth] if depth == 2 else None,
+        rows[-1],
+        *(x.flatten(0, 1) for x in old),
+        network.activation,
+        network.residual,
+        network.objective == "l2",
+        0.0 if network.max_gradient_norm == float("inf") else network.max_gradient_norm,
+    )
+    new = [x.view_as(before) for x, before in zip(new, old, strict=True)]
+    if not slots:
+        new[1] = state.momentum_write
+    coefficients = (*new, state.orthogonal_step)
+    return y.reshape(batch, 1, heads, -1), chunked.stepped(network, state, row == size - 1, rows, coefficients)
+
+
 @mixed_precision
 def deep_memory(*inputs: Any, **options: Any) -> tuple[Tensor, DeepMemoryState]:
     """See `memzoo.kernels.deep_memory.deep_memory`; matrix products take factors in the dtype of the values."""
-    return computed(_walk_of, _step, *inputs, **options)
+    return chunked.computed(_walk_of, step, *inputs, **options)
