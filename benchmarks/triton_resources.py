@@ -125,7 +125,7 @@ def deep(
         done=meta(rows, dtype=torch.int64),
     )
     rule = deep_memory.Rule("gelu", residual=True, l2=True, max_norm=10.0)
-    outputs, kept = deep_memory.forward(inputs, rule, keep=True)
+    outputs, kept = deep_memory.forward(inputs, rule, with_backward=True)
     deep_memory.backward(inputs, rule, kept, outputs)
     q, v, gate = (x[0, :, :1] for x in (inputs.query, inputs.value, meta(1, rows, 1)))
     x0, x1, d1, row = (meta(rows, held, d) for d in (key_dim, hidden, value_dim, 1))

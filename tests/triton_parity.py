@@ -253,6 +253,33 @@ def test_deep_memory_token_by_token(case: str, dtype: torch.dtype) -> None:
         close(got.double(), want, OP[dtype])
 
 
+@pytest.mark.parametrize("hidden", [(16,), ()], ids=str)
+def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators return what their fake implementations say, and write to nothing else than they say."""
+    calls = []
+
+    def noted(operator: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls.append((operator, tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in given)))
+            return operator(*given)
+
+        return call
+
+    for name in ("_walked", "_gradient", "_one"):
+        monkeypatch.setattr(deep_triton, name, noted(getattr(deep_triton, name)))
+    args: dict[str, Any] = deep.make_inputs(batch=1, tokens=6, heads=1, hidden=hidden, dtype=torch.float32)
+    value = args["value"].clone().requires_grad_()
+    deep_memory(**{**args, "value": value}, chunk_size=4, backend="triton")[0].sum().backward()
+    with torch.no_grad():
+        _, state = deep_memory(**args, chunk_size=4, backend="triton")
+        one = {n: x[:, :1] for n, x in args.items() if n in SEQUENCES}
+        deep_memory(**one, state=state, chunk_size=4, backend="triton")
+    assert len(calls) == 4
+    for operator, given in calls:
+        found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+
+
 def test_deep_memory_reads_many_chunks_with_few_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a backward anchors are kept for some chunks at a time."""
     made: dict[str, Any] = deep.make_inputs(batch=1, tokens=14, heads=1, hidden=(16,), dtype=torch.float32)

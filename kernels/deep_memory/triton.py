@@ -1,36 +1,34 @@
-"""The deep memory of one or two layers in Triton: the walk over the chunks of `walk.py` as four kernels.
+"""The deep memory of one or two layers in Triton: the walk over the chunks of `walk.py` as kernels.
 
-Layout, coefficients and final states are those of the chunked backend, made by torch before and after. What is left is
-a walk for rows `i` (a row and head), which depends on the memory:
+Layout, coefficients (with them windows, capacity blocks, ragged rows and chunks taken up in the middle) and the final
+state are those of the chunked backend, made by torch before and after. What depends on the memory is left:
 
-- `walk`, a program per row and head, in sequence: the inner gradients of a chunk at its anchor, and the next anchor. It
-  leaves each chunk's anchor and factors (layer inputs `x`, deltas `d`) in device memory.
+- `walk`, a program per row and head, chunk after chunk: the inner gradients at the anchor, and the next anchor. It
+  leaves the anchors and factors (layer inputs `x`, deltas `d`) of all chunks in device memory.
 - `read`, a program per chunk, all at once: what the queries read.
-- `read_back`, a program per chunk: the backward of `read`, which gives each chunk's share of its anchor's gradient.
+- `read_back`, `query_back`, a program per chunk: the backward of `read`, down to what the units were given and from
+  there; they leave each chunk's share of its anchor's gradient.
 - `walk_back`, a program per row and head, from the last chunk to the first: the backward of `walk`, from the stored
   anchors and factors.
+- `step`, a program per row and head: a single token without autograd. It writes a row of factors; torch makes the next
+  anchor where a token completes a chunk, and asks each time whether one does: no step can be part of a CUDA graph.
 
-So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. A
-layer's hidden units are independent of each other but for the sums into its outputs, so every kernel goes through the
-units in tiles of `BU`, several times where a sum over all of them comes first (the error before the deltas; the
-gradient's norm before its bound, `max_gradient_norm`; in `walk_back` the same the other way).
+So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. The
+hidden units meet only in sums, so every kernel goes through them in tiles of `UNITS`, several times where such a sum
+comes first: the error before the deltas, the gradient's norm before what its bound leaves. With one layer the units are
+the key's coordinates. The bound multiplies coefficients, never rows.
 
-A single token without gradients has one kernel (`step`): its gradient, its read-out and the new coefficients. Weights
-change once per chunk; the same kernel writes them where it completes one.
+On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much as the registers of a multiprocessor,
+and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
+(33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64.
 
-On the chip: weights and momentum of a memory with 64 x 256 units are 256 KiB in float32, as much as a multiprocessor's
-registers, and are not kept there: tiles of them come from the second-level cache, where the program itself has just
-written them (33 MiB for 132 programs of 50 MiB). Registers hold a chunk's keys, values and errors (16 KiB each at C =
-64, K = V = 64), the unit tiles of `BU` columns, and in `read_back` two C x R score matrices. The bound on a gradient
-multiplies coefficients, never rows: it is a factor of each row's `write`.
-
-Bytes per token and head, P weights, inputs of s bytes: forward `8 P / C` written for an anchor and read by `read`, `s
-(2 K + 2 V)` in and out and `s (2 F + V)` for factors, twice; backward five times `8 P / C` and three times the rest. An
-inference keeps the anchors of few chunks at a time (`ANCHOR_BYTES`). Operations, in multiply-adds: `walk` `5 P`, `read`
-`4 P + C (2 K + 2 V + 4 F) / 2`, backward twice both and `walk`'s `2 P` anew.
-At K = V = C = 64, F = 256 and bfloat16: 8.6 KB and 0.7 MFLOP forward, 28 KB and 1.6 MFLOP backward: on an H100 (3.35
-TB/s, about 800 TFLOP/s) 2.6 ns for the bytes, 0.9 ns for the products forward, 8.5 and 2 ns backward. Memory is the
-floor; when B H < 132, the walk: 10 us a chunk and multiprocessor.
+Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
+`2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
+are kept at a time (`ANCHOR_BYTES`). Operations: forward about `22 P + 12 C F`, backward three times that.
+At K = V = C = 64, F = 256 and bfloat16: 10.8 KB and 0.9 MFLOP forward: on an H100 (3.35 TB/s, about 800 TFLOP/s) 3.2 ns
+for the bytes, 1.1 ns for the products. Memory is the floor while B H fills the chip; below that the walk is, in which
+one multiprocessor has 30 MFLOP a chunk, about 5 us on its tensor cores.
+One token: weights twice, momentum once and the rows, `12 P + 8 C F` bytes: 160 ns at the same sizes.
 """
 
 from __future__ import annotations
@@ -1184,33 +1182,33 @@ def step_kernel(
     for i_u in range(tl.cdiv(U, BU)):
         unit = columns(i_u, BU)
         of_unit, m_unit = _block(unit, U, E), unit < U
-        keep = tl.load(p_new_keep + i * E + of_unit, mask=m_unit, other=0.0)
-        read = tl.load(p_new_read + i * E + of_unit, mask=m_unit, other=0.0)
+        w_keep = tl.load(p_new_keep + i * E + of_unit, mask=m_unit, other=0.0)
+        s_keep = tl.load(p_new_read + i * E + of_unit, mask=m_unit, other=0.0)
         if E > 1:
-            is_open = tl.load(p_open + i * E + of_unit, mask=m_unit, other=0.0)
-            keep, read = keep * is_open, read * is_open
+            unit_open = tl.load(p_open + i * E + of_unit, mask=m_unit, other=0.0)
+            w_keep, s_keep = w_keep * unit_open, s_keep * unit_open
         if DEPTH == 1:
             z = tl.load(p_query + i * K + unit, mask=m_unit, other=0.0).to(tl.float32)
         else:
             o_up = i * PARTS * U * K
-            z = _seen(q, p_up + o_up, unit, 0, K, U, PARTS, BK) * keep
+            z = _seen(q, p_up + o_up, unit, 0, K, U, PARTS, BK) * w_keep
             if MOMENTUM:
-                z += _seen(q, p_up_slot + o_up, unit, 0, K, U, PARTS, BK) * read
+                z += _seen(q, p_up_slot + o_up, unit, 0, K, U, PARTS, BK) * s_keep
             d0 = load_rows(p_d0 + i * R * PARTS * U, row, unit * PARTS, PARTS * U, row < R, PARTS * U)
             z = _value(z - tl.sum(d0 * scores[:, None], axis=0), ACTIVATION)
             if PARTS == 2:
-                b = _seen(q, p_up + o_up, unit, 1, K, U, PARTS, BK) * keep
+                b = _seen(q, p_up + o_up, unit, 1, K, U, PARTS, BK) * w_keep
                 if MOMENTUM:
-                    b += _seen(q, p_up_slot + o_up, unit, 1, K, U, PARTS, BK) * read
+                    b += _seen(q, p_up_slot + o_up, unit, 1, K, U, PARTS, BK) * s_keep
                 d0 = load_rows(p_d0 + i * R * PARTS * U, row, unit * PARTS + 1, PARTS * U, row < R, PARTS * U)
                 z *= b - tl.sum(d0 * scores[:, None], axis=0)
         x = load_rows(p_x1 + i * R * U, row, unit, U, row < R, U)
         inner += tl.sum(x * z[None, :], axis=1)
         w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
-        y += tl.sum(w * (z * keep)[None, :], axis=1)
+        y += tl.sum(w * (z * w_keep)[None, :], axis=1)
         if MOMENTUM:
             s = load_rows(p_down_slot + i * V * U, v_column, unit, U, v_column < V, U)
-            y += tl.sum(s * (z * read)[None, :], axis=1)
+            y += tl.sum(s * (z * s_keep)[None, :], axis=1)
     d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
     y -= tl.sum(d1 * (inner * write)[:, None], axis=0)
     if RESIDUAL:
@@ -1314,15 +1312,15 @@ def _room(x: Tensor | None, *shape: int) -> Tensor | None:
     return None if x is None else x.new_empty(*shape, *x.shape[-2:])
 
 
-def forward(inputs: Inputs, rule: Rule, keep: bool) -> tuple[list[Tensor | None], Kept]:
-    """Outputs, the last anchor, the running chunk's factors but for the first layer's inputs; and, with `keep`, what
-    the backward needs."""
+def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tensor | None], Kept]:
+    """Outputs, the last anchor, the running chunk's factors but for the first layer's inputs; and, `with_backward`,
+    what it needs."""
     sizes = _sizes(inputs, rule)
     like, (count, rows, size, _) = inputs.value, inputs.query.shape
     held_rows, width = like.shape[2:]
     memory = [inputs.up, inputs.down, inputs.up_slot, inputs.down_slot]
     bytes_of_one = sum(4 * x.numel() for x in memory if x is not None)
-    span = count if keep else min(count, max(1, ANCHOR_BYTES // bytes_of_one))
+    span = count if with_backward else min(count, max(1, ANCHOR_BYTES // bytes_of_one))
     anchors = [_room(x, span + 1, rows) for x in memory]
     for anchor, x in zip(anchors, memory, strict=True):
         if anchor is not None and x is not None:
@@ -1633,15 +1631,15 @@ def _or_none(found: Any) -> list[Any]:
 
 
 def _forward(*given: Any) -> tuple[Tensor, ...]:
-    *tensors, activation, residual, l2, max_norm, keep = given
+    *tensors, activation, residual, l2, max_norm, with_backward = given
     inputs = Inputs(*contiguous(*tensors))
-    outputs, kept = forward(inputs, Rule(activation, residual, l2, max_norm), keep)
+    outputs, kept = forward(inputs, Rule(activation, residual, l2, max_norm), with_backward)
     kept = kept._replace(x=None if inputs.up is None else kept.x)  # type: ignore[arg-type]
-    return _tensors([*outputs, *(kept if keep else [None] * len(kept))], inputs.down)
+    return _tensors([*outputs, *(kept if with_backward else [None] * len(kept))], inputs.down)
 
 
 def _fake(*given: Any) -> tuple[Tensor, ...]:
-    inputs, keep = Inputs(*given[: len(Inputs._fields)]), given[-1]
+    inputs, with_backward = Inputs(*given[: len(Inputs._fields)]), given[-1]
     query, value, down, up = inputs.query, inputs.value, inputs.down, inputs.up
     (count, rows), held = query.shape[:2], value.shape[2]
     memory = (up, down, inputs.up_slot, inputs.down_slot)
@@ -1649,7 +1647,7 @@ def _fake(*given: Any) -> tuple[Tensor, ...]:
     found = [value.new_empty(*query.shape[:3], value.shape[3])]
     found += [down.new_empty(0) if x is None else fresh(x) for x in memory]
     found += [down.new_empty(rows, held, d) for d in (units, outs, value.shape[3])]
-    if not keep:
+    if not with_backward:
         return *found, *(down.new_empty(0) for _ in Kept._fields)
     found += [down.new_empty(0) if x is None else x.new_empty(count + 1, *x.shape) for x in memory]
     found += [value.new_empty(count, rows, held, d) if d else down.new_empty(0) for d in (units, outs, value.shape[3])]
@@ -1671,7 +1669,7 @@ _walked = torch.library.custom_op(
     "memzoo::deep_memory",
     _forward,
     mutates_args=(),
-    schema=f"({_GIVEN}, {_RULE}, bool keep) -> ({', '.join(['Tensor'] * 16)})",
+    schema=f"({_GIVEN}, {_RULE}, bool with_backward) -> ({', '.join(['Tensor'] * 16)})",
 )
 _walked.register_fake(_fake)
 _gradient = torch.library.custom_op(
