@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from memzoo.kernels import triton_support
+from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.short_conv import triton as short_conv
@@ -84,11 +85,72 @@ def delta(
     delta_rule.one_token(q, q, v, gate, gate, state, q, False)
 
 
-OPS: dict[str, Callable[..., None]] = {"short_conv": conv, "linear_attention": linear, "delta_rule": delta}
+def deep(
+    dtype: torch.dtype,
+    batch: int = 2,
+    tokens: int = 2048,
+    heads: int = 16,
+    key_dim: int = 48,
+    value_dim: int = 48,
+    hidden: int | None = None,
+    chunk_size: int = 64,
+    window: int = 1,
+) -> None:
+    """A memory of two layers, with rows that stop inside a chunk."""
+    chunks, rows, held = -(-tokens // chunk_size), batch * heads, chunk_size + window - 1
+    hidden = 4 * key_dim if hidden is None else hidden
+    per_token, per_end = meta(chunks, rows, chunk_size, 1), meta(chunks, rows, 1)
+    up, down = meta(rows, hidden, key_dim), meta(rows, value_dim, hidden)
+    inputs = deep_memory.Inputs(
+        query=meta(chunks, rows, chunk_size, key_dim, dtype=dtype),
+        key=meta(chunks, rows, held, key_dim, dtype=dtype),
+        value=meta(chunks, rows, held, value_dim, dtype=dtype),
+        units=None,
+        keep=per_token,
+        momentum_read=per_token,
+        write=meta(chunks, rows, chunk_size, held),
+        keep_end=per_end,
+        momentum_read_end=per_end,
+        momentum_keep_end=per_end,
+        momentum_write_end=meta(chunks, rows, held),
+        up=up,
+        down=down,
+        up_slot=up,
+        down_slot=down,
+        held_x=None,
+        held_d0=None,
+        held_d1=None,
+        is_open=None,
+        held=None,
+        done=meta(rows, dtype=torch.int64),
+    )
+    rule = deep_memory.Rule("gelu", residual=True, l2=True, max_norm=10.0)
+    outputs, kept = deep_memory.forward(inputs, rule, with_backward=True)
+    deep_memory.backward(inputs, rule, kept, outputs)
+    q, v, gate = (x[0, :, :1] for x in (inputs.query, inputs.value, meta(1, rows, 1)))
+    x0, x1, d1, row = (meta(rows, held, d) for d in (key_dim, hidden, value_dim, 1))
+    at, block = meta(rows, dtype=torch.int64), meta(rows, 1)
+    deep_memory.one_token(
+        *(q, q, v, gate, gate, gate, at, None, up, down, up, down, x0, x1, x1, d1),
+        *(row[..., 0], row[..., 0], block, block, block, *rule),
+    )
+
+
+OPS: dict[str, Callable[..., None]] = {
+    "short_conv": conv,
+    "linear_attention": linear,
+    "delta_rule": delta,
+    "deep_memory": deep,
+}
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
-MODULES = {"short_conv": short_conv, "linear_attention": linear_attention, "delta_rule": delta_rule}
+MODULES = {
+    "short_conv": short_conv,
+    "linear_attention": linear_attention,
+    "delta_rule": delta_rule,
+    "deep_memory": deep_memory,
+}
 WIDE = {"key_dim": 256, "value_dim": 256}
-"""Heads as wide as those of a 1.3B model."""
+"""Heads as wide as those of a 1.3B model; the convolution has none, and a deep memory's kernels refuse them."""
 
 
 def launches(op: str, dtype: torch.dtype, **sizes: int) -> list[Launch]:
@@ -149,7 +211,7 @@ def _tool(name: str, *arguments: str) -> str:
 def rows(targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first."""
     for sizes, name, op in itertools.product(({}, WIDE) if wide else ({},), dtypes, OPS):
-        if sizes and op == "short_conv":
+        if sizes and op in ("short_conv", "deep_memory"):
             continue
         for target, launch in itertools.product(targets, launches(op, DTYPES[name], **sizes)):
             yield {"op": op, "inputs": name, "target": target, **program(launch), **resources(compiled(launch, target))}

@@ -29,7 +29,7 @@ triton = pytest.importorskip("triton")
 import scripts  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
-OPS = ["short_conv", "linear_attention", "delta_rule"]
+OPS = ["short_conv", "linear_attention", "delta_rule", "deep_memory"]
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )

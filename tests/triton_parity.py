@@ -15,9 +15,12 @@ import zoo
 from tolerances import MODEL, OP, close
 from torch import Tensor
 
+from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import short_conv as conv
+from memzoo.kernels.deep_memory import deep_memory
+from memzoo.kernels.deep_memory import triton as deep_triton
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.linear_attention import triton as linear_triton
@@ -155,7 +158,144 @@ def test_gates_at_their_limits_and_ragged_rows(rule: Callable) -> None:
             close(got, want, OP[torch.float32])
 
 
-@pytest.mark.parametrize("name", ["retnet-e1", "swla-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1"])
+DEEP: dict[str, dict[str, Any]] = {
+    "one": {"tokens": 1, "hidden": (16,)},
+    "matrix": {"tokens": 5, "hidden": (), "value_dim": 5, "residual": False, "max_gradient_norm": 0.7},
+    "chunk": {"tokens": 8, "hidden": (16,), "max_gradient_norm": 0.7},
+    "plain": {"tokens": 6, "hidden": (16,), "momentum": False, "objective": "dot", "activation": "silu"},
+    "tiles": {"tokens": 5, "hidden": (70,), "activation": "gelu_tanh"},
+    "window": {"tokens": 13, "read": 6, "hidden": (20,), "window": 3, "value_dim": 5, "max_gradient_norm": 0.7},
+    "blocks": {"tokens": 11, "read": 5, "hidden": (17,), "blocks": 4, "gated": True, "activation": "tanh"},
+    "matrix-blocks": {"tokens": 9, "read": 5, "hidden": (), "blocks": 4, "window": 2, "activation": "relu"},
+}
+SEQUENCES = ("query", "key", "value", "log_retention", "log_momentum", "step_size", "window_gate")
+
+
+def deep_results(
+    args: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, backend: str, lengths: Tensor | None
+) -> list[Tensor]:
+    """Real outputs, the memory after them, and the gradient of every input and of what the state held before."""
+    wide = torch.float64 if backend != "triton" else torch.float32
+    state = args["state"]
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.float().to(wide).requires_grad_()
+
+    leaves = {n: args[n].to(dtype).to(wide if wide == torch.float64 else dtype) for n in SEQUENCES if n in args}
+    leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+    held: dict[str, Any] = {}
+    for name in state._fields:
+        x = getattr(state, name)
+        if isinstance(x, tuple):
+            held[name] = tuple(leaf(y.detach()) for y in x)
+        else:
+            held[name] = leaf(x.detach()) if x.is_floating_point() else x
+    call = {**dict.fromkeys(("log_retention", "log_momentum")), **leaves, "state": state._replace(**held)}
+    y, state = deep_memory(**call, **options, lengths=lengths, backend=backend)
+    if lengths is not None:
+        y = torch.where((torch.arange(y.shape[1]) < lengths[:, None])[..., None, None], y, 0)
+    weights, momentum = deep.materialize(state)
+    found = [y, *weights, *momentum]
+    loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in found)
+    of = [*leaves.values(), *held["weights"], *held["momentum"]]
+    gradients = torch.autograd.grad(loss, of, materialize_grads=True)
+    return [x.detach().double() for x in (*found, *gradients)]
+
+
+@dtypes
+@pytest.mark.parametrize("case", DEEP)
+def test_deep_memory(case: str, dtype: torch.dtype) -> None:
+    """From a state in the middle of a chunk, rows of several lengths, where the case says how much has been read."""
+    sizes = dict(DEEP[case])
+    read = sizes.pop("read", 0)
+    options = {n: sizes.pop(n) for n in ("residual", "objective", "activation", "max_gradient_norm") if n in sizes}
+    options |= {"chunk_size": 4, "unlock": [3 * block for block in range(sizes.get("blocks", 1))]}
+    made: dict[str, Any] = deep.make_inputs(heads=1, batch=2 if read else 1, chunk_size=4, **sizes)
+    args = {n: x for n, x in made.items() if x is not None}
+    lengths = None
+    if read:
+        gates = dict.fromkeys(("log_retention", "log_momentum"))
+        before = {n: args[n][:, :read] for n in SEQUENCES if n in args}
+        ragged = torch.tensor([read - 1, read])
+        _, state = deep_memory(
+            **{**gates, **before}, state=args["state"], **options, lengths=ragged, backend="reference"
+        )
+        args = {**{n: args[n][:, read:] for n in SEQUENCES if n in args}, "state": state}
+        lengths = torch.tensor([sizes["tokens"] - read, 1])
+    wants = deep_results(args, options, dtype, "reference", lengths)
+    for got, want in zip(deep_results(args, options, dtype, "triton", lengths), wants, strict=True):
+        if want.any():
+            close(got, want, OP[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("case", ["matrix", "chunk", "plain", "window", "blocks"])
+def test_deep_memory_token_by_token(case: str, dtype: torch.dtype) -> None:
+    """Rows at different places of their chunks, over two of them, with the kernel of a single token."""
+    sizes = {**DEEP[case], "tokens": 11}
+    sizes.pop("read", None)
+    options = {n: sizes.pop(n) for n in ("residual", "objective", "activation", "max_gradient_norm") if n in sizes}
+    options |= {"chunk_size": 4, "unlock": [3 * block for block in range(sizes.get("blocks", 1))]}
+    found = []
+    for backend, narrow, wide in (("reference", torch.float64, torch.float64), ("triton", dtype, torch.float32)):
+        made: dict[str, Any] = deep.make_inputs(heads=1, chunk_size=4, **sizes, dtype=wide)
+        args = {n: None if made.get(n) is None else made[n].to(dtype).to(narrow) for n in SEQUENCES}
+        outputs, state = [], made["state"]
+        with torch.no_grad():
+            for start, end in ((0, 2), *((t, t + 1) for t in range(2, 11))):
+                cut = {n: None if x is None else x[:, start:end] for n, x in args.items()}
+                lengths = torch.tensor([1, 2]) if start == 0 else None
+                y, state = deep_memory(**cut, state=state, **options, lengths=lengths, backend=backend)
+                outputs.append(y)
+        weights, momentum = deep.materialize(state)
+        found.append([torch.cat(outputs[1:], dim=1), *weights, *momentum])
+    for want, got in zip(*found, strict=True):
+        close(got.double(), want, OP[dtype])
+
+
+@pytest.mark.parametrize("hidden", [(16,), ()], ids=str)
+def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators return what their fake implementations say, and write to nothing else than they say."""
+    calls = []
+
+    def noted(operator: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls.append((operator, tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in given)))
+            return operator(*given)
+
+        return call
+
+    for name in ("_walked", "_gradient", "_one"):
+        monkeypatch.setattr(deep_triton, name, noted(getattr(deep_triton, name)))
+    args: dict[str, Any] = deep.make_inputs(batch=1, tokens=6, heads=1, hidden=hidden, dtype=torch.float32)
+    value = args["value"].clone().requires_grad_()
+    deep_memory(**{**args, "value": value}, chunk_size=4, backend="triton")[0].sum().backward()
+    with torch.no_grad():
+        _, state = deep_memory(**args, chunk_size=4, backend="triton")
+        one = {n: x[:, :1] for n, x in args.items() if n in SEQUENCES}
+        deep_memory(**one, state=state, chunk_size=4, backend="triton")
+    assert len(calls) == 4
+    for operator, given in calls:
+        found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+
+
+def test_deep_memory_reads_many_chunks_with_few_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a backward anchors are kept for some chunks at a time."""
+    made: dict[str, Any] = deep.make_inputs(batch=1, tokens=14, heads=1, hidden=(16,), dtype=torch.float32)
+    with torch.no_grad():
+        want, at_end = deep_memory(**made, chunk_size=4, backend="chunked")
+        for size in (1, 8 * 4 * 8 * 16):
+            monkeypatch.setattr(deep_triton, "ANCHOR_BYTES", size)
+            got, state = deep_memory(**made, chunk_size=4, backend="triton")
+            close(got, want, OP[torch.float32])
+            for a, b in zip(deep.materialize(state)[0], deep.materialize(at_end)[0], strict=True):
+                close(a, b, OP[torch.float32])
+
+
+@pytest.mark.parametrize(
+    "name", ["titans-lmm-e1", "titans-mag-e16", "retnet-e1", "swla-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1"]
+)
 def test_model(name: str) -> None:
     """Prefill in two pieces and decoding with Triton are one pass with torch; so are the gradients."""
     wanted = zoo.build(name).eval()
@@ -170,7 +310,7 @@ def test_model(name: str) -> None:
             rest.append(step.logits)
             cache = step.cache
     close(torch.cat(rest, dim=1), want, MODEL[torch.float32])
-    if name == "comba-e1":
+    if name in ("comba-e1", "titans-lmm-e1"):
         gradients = []
         for each in (model, wanted):
             loss = each(ids[:1, :9], labels=ids[:1, :9]).loss

@@ -46,11 +46,27 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    sizes, options = problem.sizes, problem.options
+    if options["muon"] is not None:
+        return "takes plain gradient steps, not Muon's"
+    if sizes["L"] > 2:
+        return f"computes memories of one or two layers, got {sizes['L']}"
+    if sizes["C"] > 64 or sizes["R"] > 128:
+        return f"holds chunks of up to 64 tokens on chip, and 128 with a window's, got {sizes['C']} and {sizes['R']}"
+    width = sizes["V"] if sizes["L"] == 1 else max(sizes["K"], sizes["V"])
+    if width > 128 or sizes["E"] > 64:
+        return f"holds heads up to 128 wide and 64 capacity blocks, got {width} and {sizes['E']}"
+    return triton_refuses(problem)
+
 
 OP = Op(
     name="deep_memory",
     backends=(
+        Backend("triton", "memzoo.kernels.deep_memory.triton:deep_memory", _triton_refuses),
         Backend("chunked", "memzoo.kernels.deep_memory.chunked:deep_memory"),
         Backend("reference", "memzoo.kernels.deep_memory.reference:deep_memory"),
     ),
@@ -190,10 +206,11 @@ def deep_memory(
         max_gradient_norm: bound of |u_t|, over all layers; a longer u_t is shortened to it.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
-        backend: `"auto"`, `"chunked"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
     Returns:
-        `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype.
+        `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype (by
+        Triton, matrix products in that of the values).
 
     Raises:
         ValueError: shapes, options or a state that do not fit.
@@ -225,6 +242,7 @@ def deep_memory(
             "C": chunk_size,
             "L": len(state.weights),
             "E": len(unlock),
+            "R": state.write.shape[2],
             "W": 1 if window_gate is None else window_gate.shape[3],
         },
         options={
@@ -234,16 +252,18 @@ def deep_memory(
             "objective": objective,
             "muon": muon,
             "gated": is_gated(state.weights),
+            "state": str(state.weights[0].dtype),
         },
     )
     compute = select(OP, problem, backend)
     dtype = state.weights[0].dtype
+    given = caster(compute, dtype)
     # Gates and states must not be rounded by autocast: the products of a chunk's gates live in float32 or wider.
     with as_given(query.device):
         output, state = compute(
-            cast(query, dtype),
-            cast(key, dtype),
-            cast(value, dtype),
+            given(query),
+            given(key),
+            given(value),
             None if log_retention is None else cast(log_retention, dtype),
             None if log_momentum is None else cast(log_momentum, dtype),
             cast(step_size, dtype),

@@ -21,7 +21,9 @@ over the chunks is sequential (`walk.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +34,25 @@ from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_toke
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
+Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
+"""`walk`; told, too, whether there will be a backward."""
+Step = Callable[..., tuple[Tensor, DeepMemoryState]]
+"""`step`."""
+
 
 @torch.compiler.disable  # a Python walk over the chunks: dynamo would trace every chunk, for nothing
-def deep_memory(
+def deep_memory(*inputs: Any, **options: Any) -> tuple[Tensor, DeepMemoryState]:
+    """See `memzoo.kernels.deep_memory.deep_memory`."""
+    return computed(_walk, step, *inputs, **options)
+
+
+def _walk(network: Network, ends: Ends, tensors: Tensors, differentiable: bool) -> tuple[Tensor, ...]:
+    return Walk.apply(network, ends, *tensors.flat()) if differentiable else walk(network, ends, tensors)
+
+
+def computed(
+    walks: Walks,
+    one_token: Step,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,7 +71,7 @@ def deep_memory(
     max_gradient_norm: float,
     lengths: Tensor | None,
 ) -> tuple[Tensor, DeepMemoryState]:
-    """See `memzoo.kernels.deep_memory.deep_memory`."""
+    """The op by a walk over chunks and a step for a single token without autograd."""
     every_token = muon is not None and muon.every == "token"
     network = Network(
         widths=(*(w.shape[-1] for w in state.weights), state.weights[-1].shape[-2]),
@@ -70,7 +88,7 @@ def deep_memory(
     inputs = (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable and not every_token:
-        return _step(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
+        return one_token(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
 
     grid = Grid.of(state, query.shape[1], chunk_size, lengths, unlock)
     if differentiable and grid.held is not None and grid.ends.full_from == 0:
@@ -104,10 +122,8 @@ def deep_memory(
             orthogonal_step=torch.zeros_like(final.orthogonal_step),
             current=current,
         )
-    elif differentiable:
-        outputs = Walk.apply(network, grid.ends, *tensors.flat())
     else:
-        outputs = walk(network, grid.ends, tensors)
+        outputs = walks(network, grid.ends, tensors, differentiable)
     output, *rest = outputs
     rest = [x.unflatten(0, (grid.batch, grid.heads)) for x in rest]
     depth, slots = network.depth, len(state.momentum)
@@ -413,7 +429,7 @@ def _at_end(x: Tensor, grid: Grid, fresh: float) -> Tensor:
     return end.unflatten(0, (grid.batch, grid.heads))
 
 
-def _step(
+def step(
     network: Network,
     query: Tensor,
     key: Tensor,
@@ -449,9 +465,9 @@ def _step(
     row = state.position % size
     at = (row if halo == 0 else row + halo)[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
     index = at.reshape(-1, 1, 1)
-    factors, rows = [_writable(x) for x in (*state.inputs, *state.deltas)], []
-    for x, new in zip(factors, (*inner.inputs, *inner.deltas), strict=True):
-        rows.append(x.flatten(0, 1).scatter_(1, index.expand(-1, 1, new.shape[2]), new))
+    rows = [writable(x).flatten(0, 1) for x in (*state.inputs, *state.deltas)]
+    for x, new in zip(rows, (*inner.inputs, *inner.deltas), strict=True):
+        x.scatter_(1, index.expand(-1, 1, new.shape[2]), new)
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = row == 0
@@ -494,12 +510,25 @@ def _step(
         )
 
     output, _ = read(network, q, weights, slots, inputs, deltas, *(x.flatten(0, 1)[:, None] for x in (*reads, write)))
-    coefficients: tuple[Tensor, ...] = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
+    coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
+    state = stepped(network, state, row == size - 1, rows, coefficients)
+    if halo > 0:
+        state = state._replace(recent_keys=recent[0], recent_values=recent[1])
+    return output.reshape(batch, 1, heads, -1), state
+
+
+def stepped(
+    network: Network, state: DeepMemoryState, is_done: Tensor, rows: Sequence[Tensor], coefficients: tuple[Tensor, ...]
+) -> DeepMemoryState:
+    """The state one token on, of which the rows of factors `[M, R, ...]` and the coefficients are given: the next
+    anchor where the token completes a chunk, `is_done` `[B]`."""
+    (batch, heads, _), depth = state.write.shape, network.depth
     memory = (*state.weights, *state.momentum)
-    is_done = row == size - 1
     if bool(is_done.any()):
-        c = (x.flatten(0, 1) for x in (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal))
-        advanced = advance(network, weights, slots, inputs, deltas, *c)
+        write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
+        weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
+        c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
+        advanced = advance(network, weights, slots, rows[:depth], rows[depth:], *c)
         done = is_done[:, None, None]
         memory = tuple(
             torch.where(done[..., None], new.view_as(old), old)
@@ -507,25 +536,16 @@ def _step(
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
-    depth = network.depth
-    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = coefficients
-    state = DeepMemoryState(
+    factors = [x.unflatten(0, (batch, heads)) for x in rows]
+    names = ("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "orthogonal_step")
+    return state._replace(
         weights=memory[:depth],
         momentum=memory[depth:],
         inputs=tuple(factors[:depth]),
         deltas=tuple(factors[depth:]),
-        write=write,
-        momentum_write=momentum_write,
-        weight_keep=keep,
-        momentum_read=momentum_read,
-        momentum_keep=momentum_keep,
-        orthogonal_step=orthogonal,
-        current=(),
-        recent_keys=recent[0],
-        recent_values=recent[1],
+        **dict(zip(names, coefficients, strict=True)),
         position=state.position + 1,
     )
-    return output.reshape(batch, 1, heads, -1), state
 
 
 def _exp(x: Tensor | None) -> Tensor | None:
@@ -542,6 +562,6 @@ def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | N
     return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
 
 
-def _writable(x: Tensor) -> Tensor:
+def writable(x: Tensor) -> Tensor:
     """A tensor made under `torch.inference_mode` can be written there only."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
