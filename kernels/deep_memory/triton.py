@@ -1797,8 +1797,8 @@ def step(
 ) -> tuple[Tensor, DeepMemoryState]:
     """`chunked.step` by one kernel; that of the chunked backend where a window reaches other rows."""
     if window_gate is not None or state.halo > 0:
-        tokens = (cast(x, state.write.dtype) for x in (query, key, value))
-        return chunked.step(network, *tokens, log_retention, log_momentum, step_size, window_gate, state, unlock)
+        q, k, v = (cast(x, state.write.dtype) for x in (query, key, value))
+        return chunked.step(network, q, k, v, log_retention, log_momentum, step_size, window_gate, state, unlock)
     batch, heads, size = state.write.shape
     depth = network.depth
     row = state.position % size
