@@ -538,12 +538,13 @@ def stepped(
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
     factors = [x.unflatten(0, (batch, heads)) for x in rows]
     names = ("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "orthogonal_step")
+    changed: dict[str, Any] = dict(zip(names, coefficients, strict=True))
     return state._replace(
         weights=memory[:depth],
         momentum=memory[depth:],
         inputs=tuple(factors[:depth]),
         deltas=tuple(factors[depth:]),
-        **dict(zip(names, coefficients, strict=True)),
+        **changed,
         position=state.position + 1,
     )
 

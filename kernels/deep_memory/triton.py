@@ -20,7 +20,9 @@ the key's coordinates. The bound multiplies coefficients, never rows.
 
 On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much as the registers of a multiprocessor,
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
-(33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64.
+(33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
+tiles are chosen for sm_90, where `walk_back` spills 160 bytes a thread and the others none; on sm_80, whose products
+take their operands from registers, all but `step` spill, up to 856 bytes.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
@@ -28,7 +30,7 @@ are kept at a time (`ANCHOR_BYTES`). Operations: forward about `22 P + 12 C F`, 
 At K = V = C = 64, F = 256 and bfloat16: 10.8 KB and 0.9 MFLOP forward: on an H100 (3.35 TB/s, about 800 TFLOP/s) 3.2 ns
 for the bytes, 1.1 ns for the products. Memory is the floor while B H fills the chip; below that the walk is, in which
 one multiprocessor has 30 MFLOP a chunk, about 5 us on its tensor cores.
-One token: weights twice, momentum once and the rows, `12 P + 8 C F` bytes: 160 ns at the same sizes.
+One token: weights and momentum (the weights three times, from the cache) and the rows, `8 P + 8 C F` bytes: 120 ns.
 """
 
 from __future__ import annotations
@@ -1795,8 +1797,8 @@ def step(
 ) -> tuple[Tensor, DeepMemoryState]:
     """`chunked.step` by one kernel; that of the chunked backend where a window reaches other rows."""
     if window_gate is not None or state.halo > 0:
-        tokens = (cast(x, state.write.dtype) for x in (query, key, value))
-        return chunked.step(network, *tokens, log_retention, log_momentum, step_size, window_gate, state, unlock)
+        q, k, v = (cast(x, state.write.dtype) for x in (query, key, value))
+        return chunked.step(network, q, k, v, log_retention, log_momentum, step_size, window_gate, state, unlock)
     batch, heads, size = state.write.shape
     depth = network.depth
     row = state.position % size
