@@ -54,8 +54,9 @@ class MemoryManagedConfig(MemoryConfig):
     formulas. From the paper: the fast state beside slots of one request; query-blind hard writes, overwriting,
     versions, protection, eviction, at most 32 slots; a query-time sparse look-up with a calibrated switch for what no
     write signalled; few write labels. Ours: every formula, size and threshold (see `memzoo.kernels.slot_table` and
-    `memzoo.modeling.mixers.managed`), and training all of it inside a language model, which the paper names as a
-    next step.
+    `memzoo.modeling.mixers.managed`), and training all of it inside a language model: the paper's second version
+    ("Bounded Editable Memory with a Hard Lifecycle and Calibrated Sparse Fallback") is a system around a frozen model
+    and names that as a next step.
 
     Args:
         backbone: the mixer of each block, by the name of its architecture: `"swla"`, `"gated_deltanet"`, `"titans"`...

@@ -18,6 +18,7 @@ import memzoo
 from memzoo import MemoryCache, MemoryManagedConfig
 from memzoo.modeling import memory_managed
 from memzoo.modeling.mixers import managed
+from memzoo.modeling.mixers.attention import CausalAttention
 
 BOUND = MODEL[torch.float64]
 LENGTH = 6 * zoo.CHUNK + 3
@@ -42,14 +43,34 @@ def at(shape: tuple[int, int], **places: int) -> Tensor:
 def test_another_backbone(backbone: str) -> None:
     """Prefill and decode equal one pass, and rows on the left of padding what they are alone."""
     options = {"chunk_size": zoo.CHUNK} if backbone == "titans" else {}
-    model = zoo.build("memory_managed-e1", torch.float64, backbone=backbone, backbone_options=options).eval()
+    options = {"backbone": backbone, "backbone_options": options, "memory_layers": [0, 1]}
+    model = zoo.build("memory_managed-e1", torch.float64, **options).eval()
     ids = zoo.tokens(2, LENGTH)
+    assert len(read(model, ids).write_prob) == 2
     want, cache = read(model, ids).logits, MemoryCache(model.config)
     parts = [read(model, part, cache=cache).logits for part in ids.split([9, 1, 1, LENGTH - 11], dim=1)]
     close(torch.cat(parts, dim=1), want, BOUND)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     close(read(model, ids, attention_mask=mask).logits[1, 5:], read(model, ids[1:, 5:]).logits[0], BOUND)
+    model.set_attn_implementation("eager")  # the mixers' attention follows
+    found = [module.config for module in model.modules() if isinstance(module, CausalAttention)]
+    assert len(found) == (2 if backbone == "transformer_pp" else 0)
+    assert all(config._attn_implementation == "eager" for config in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_of_padding_keeps_its_state(name: str) -> None:
+    model, ids = zoo.causal_lm(name), zoo.tokens(2, 2 * zoo.CHUNK)
+    cache = MemoryCache(model.config)
+    before = [x[1].clone() for layer in read(model, ids, cache=cache).cache.layers for x in layer.tensors]
+    mask = torch.tensor([[1] * zoo.CHUNK, [0] * zoo.CHUNK])
+    out = read(model, ids[:, : zoo.CHUNK], cache=cache, attention_mask=mask)
+    assert bool(out.logits.isfinite().all())
+    after = [x[1] for layer in cache.layers for x in layer.tensors]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[: len(old)], old)
+        assert not new[len(old) :].any()  # room for another row's chunks
 
 
 def test_an_empty_table_adds_nothing() -> None:
@@ -99,6 +120,8 @@ def test_metadata_decides_what_is_kept() -> None:
     older, newer = asked.read_confidence[0][0, 10:]
     assert older == newer > 0  # a match by id is a whole one
     assert error(asked.logits[:, 10], out.logits[:, 10]) > 1e-6
+    newest = read(model, ids, **said, query_key_ids=asks[0])
+    assert error(asked.logits[:, 10], newest.logits[:, 10]) > 1e-6
 
     cache, parts = MemoryCache(model.config), []
     for low, high in ((0, 3), (3, 4), (4, 8), (8, 12)):
@@ -130,11 +153,7 @@ def test_generation_takes_what_is_said_about_the_prompt() -> None:
 def test_gradients_do_not_cross_decisions(name: str) -> None:
     """The controller learns from labels and without them; the table's gradient comes through what was read."""
     model, ids = zoo.build(name, torch.float64), zoo.tokens(2, LENGTH)
-    controller = (
-        model.model.layers[-1].memory.slots.controller
-        if name.endswith("e1")
-        else (model.model.layers[0].memory.slots.controller)
-    )
+    controller = model.model.layers[model.config.table_layers[0]].memory.slots.controller
     weights = list(controller.parameters())
     plain = model(ids, labels=ids)
     gradients = torch.autograd.grad(plain.loss, weights, retain_graph=True)
@@ -188,11 +207,10 @@ def test_only_the_stored_chunks_grow_with_the_context() -> None:
     for length in (20, 200):
         cache = MemoryCache(model.config)
         read(model, zoo.tokens(1, length), cache=cache)
-        sizes.append([state._replace(stored=state.stored._replace(chunks=(), sketches=())) for state in cache.states])
-        assert all(state.stored.chunks.shape[1] == length // zoo.CHUNK for state in cache.states)
-        assert all(state.stored.sketches.shape[1] == length // zoo.CHUNK for state in cache.states)
-    few, many = ([tuple(x.shape) for x in pytree.tree_leaves(each)] for each in sizes)
-    assert few == many
+        mixer, table, stored = cache.states[0]
+        assert {x.shape[1] for x in stored[:2]} == {length // zoo.CHUNK}
+        sizes.append([tuple(x.shape) for x in pytree.tree_leaves((mixer, table, stored[2:], cache.states[1]))])
+    assert sizes[0] == sizes[1]
 
 
 def test_many_queries_look_up_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +234,24 @@ def test_a_confident_reader_asks_no_chunk() -> None:
     assert torch.equal(looked, (some.read_confidence[0] < 0.7) & late)
     assert bool(looked.any())
     assert not bool(looked[:, late].all())
+
+
+def test_the_block_adds_what_its_formula_says() -> None:
+    """`W_o (gate * (rho slots + [rho < theta] (1 - rho) chunks))` of what slots and chunks gave."""
+    model = zoo.build("memory_managed-fallback", torch.float64).eval()
+    memory, seen = model.model.layers[0].memory, {}
+    hooks = [
+        part.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: (inputs, output)}))
+        for name, part in (("all", memory), ("slots", memory.slots), ("chunks", memory.chunks))
+    ]
+    read(model, zoo.tokens(2, LENGTH))
+    for hook in hooks:
+        hook.remove()
+    slots, chunks, (x, *_) = seen["slots"][1][0], seen["chunks"][1][0], seen["all"][0]
+    rho = slots.confidence[..., None]
+    assert 0 < float((rho >= 0.7).double().mean()) < 1
+    y = rho * slots.output + (rho < 0.7) * (1 - rho) * chunks
+    close(seen["all"][1][0], memory.o_proj(torch.sigmoid(memory.gate_proj(x)) * y), BOUND)
 
 
 def test_a_longer_context_than_calibrated_warns_once() -> None:

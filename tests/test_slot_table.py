@@ -373,3 +373,17 @@ def test_an_event_that_is_not_finite_is_counted_and_never_stored() -> None:
         assert all(bool(x.isfinite().all()) for x in table)
         assert int((table.written > 0).sum()) == ROWS - 1
         assert table.counts[:, ACCEPTED:].sum() == 1
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    (event,) = stream(0, "ids", events=1)
+    rules, query, position = MODES["ids"], event.key[:, None], event.position[:, None]
+    for name, shape in (("key", rf"\({ROWS}, {WIDTH}\)"), ("version", rf"\({ROWS},\)")):
+        with pytest.raises(ValueError, match=rf"event.{name}: expected {shape}, got \({ROWS - 1},"):
+            write(fresh(), event._replace(**{name: getattr(event, name)[1:]}), rules)
+    with pytest.raises(ValueError, match="query: expected"):
+        read(fresh(), event.key, position, rules, WEIGHTS, 2)
+    with pytest.raises(ValueError, match="key_id: expected"):
+        read(fresh(), query, position, rules, WEIGHTS, 2, key_id=event.key_id)
+    with pytest.raises(ValueError, match=f"count=5: expected 1 to the table's {SLOTS} slots"):
+        read(fresh(), query, position, rules, WEIGHTS, 5)

@@ -166,14 +166,6 @@ TINY |= {
         chain="independent",
     ),
 }
-# The memories' boundaries and the chain's chunks lie apart.
-_HOPE = {"capacity_context": 3, "max_step_size": 0.25, "chunk_size": 3, "self_chunk_size": 6}
-TINY |= {
-    "hope-e1": memzoo.HopeConfig(**_SHARED, **_HOPE, chain_periods=[2 * CHUNK, CHUNK], chain_step_size=0.01),
-    "hope-stream": memzoo.HopeConfig(
-        **_SHARED, **_HOPE, adaptive_query=True, chain_learning="stream", chain_periods=[2, 1]
-    ),
-}
 _MANAGED = {
     "capacity_context": 3,
     "num_slots": 3,
@@ -198,17 +190,25 @@ TINY |= {
         **_MANAGED,
         backbone="gated_deltanet",
         backbone_options={"expand_k": 1.0},
-        memory_layers=[0, 1],
+        memory_layers=[0],
         write_trigger="token",
         event_token_ids=list(range(1, VOCAB, 2)),
         same_threshold=0.0,
-        write_threshold=0.8,
+        write_threshold=0.6,
         version_mode="history",
         versions_per_key=2,
         fallback_chunks=2,
         sketch_bits=16,
         sketch_window=2,
         read_threshold=0.7,
+    ),
+}
+# The memories' boundaries and the chain's chunks lie apart.
+_HOPE = {"capacity_context": 3, "max_step_size": 0.25, "chunk_size": 3, "self_chunk_size": 6}
+TINY |= {
+    "hope-e1": memzoo.HopeConfig(**_SHARED, **_HOPE, chain_periods=[2 * CHUNK, CHUNK], chain_step_size=0.01),
+    "hope-stream": memzoo.HopeConfig(
+        **_SHARED, **_HOPE, adaptive_query=True, chain_learning="stream", chain_periods=[2, 1]
     ),
 }
 # `make check` runs over a few that differ most: every wiring's parts, both rules, a hybrid.

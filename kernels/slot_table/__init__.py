@@ -218,8 +218,15 @@ def write(table: SlotTable, event: Event, rules: Rules) -> tuple[SlotTable, Outc
         The new table, in which an accepted event has changed one slot's contents and a rejected one none, and what
         became of the event.
 
+    Raises:
+        ValueError: shapes that do not fit the table.
+
     Cost: some fifty operations on `[B, M]` and three on `[B, M, K]`, whatever B.
     """
+    rows = table.keys.shape[0]
+    wide = {"key": (rows, table.keys.shape[2]), "value": (rows, table.values.shape[2])}
+    for name, x in zip(Event._fields, event, strict=True):
+        _expect(f"event.{name}", x, wide.get(name, (rows,)))
     with torch.no_grad(), as_given(table.keys.device):
         # `usage` is what it was at the last event until the next: reads in between, in any cut, change no decision.
         present = event.present[:, None]
@@ -278,8 +285,22 @@ def read(
     Returns:
         See `Reading`; equal scores go to the lower slot.
 
+    Raises:
+        ValueError: shapes that do not fit the table, or a `count` outside 1 to M.
+
     Cost: about `L M (K + V)` multiply-adds per row, and a sort of M numbers per query.
     """
+    rows, slots, width = table.keys.shape
+    queries = query.shape[1] if query.ndim == 3 else 1
+    for name, x, shape in (
+        ("query", query, (rows, queries, width)),
+        ("position", position, (rows, queries)),
+        ("key_id", key_id, (rows, queries)),
+        ("version", version, (rows, queries)),
+    ):
+        _expect(name, x, shape)
+    if not 1 <= count <= slots:
+        raise ValueError(f"slot_table: count={count}: expected 1 to the table's {slots} slots.")
     with as_given(query.device):
         eligible = _eligible(table, rules, key_id, version)
         found = query.to(table.keys.dtype) @ table.keys.mT
@@ -306,6 +327,11 @@ def noted(table: SlotTable, reading: Reading, real: Tensor | None = None) -> Slo
     if real is not None:
         weights = weights * real[..., None]
     return table._replace(recent_usage=table.recent_usage + weights.sum(1))
+
+
+def _expect(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None and tuple(x.shape) != shape:
+        raise ValueError(f"slot_table: {name}: expected {shape}, got {tuple(x.shape)}.")
 
 
 def _decide(table: SlotTable, event: Event, rules: Rules) -> Outcome:

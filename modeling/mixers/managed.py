@@ -1,8 +1,10 @@
 """The managed memory of a block: a slot table that the block writes and reads, and stored chunks to fall back on.
 
     p_e = sigmoid(MLP([x_e; what the table says about the event]))          at candidates e, query-blind
+    e = (unit(x_e W_k), p_e x_e W_v, p_e)                                   to be written to the slots
     y_t = W_o (sigmoid(x_t W_g) * (rho_t slots_t + [rho_t < theta_read] (1 - rho_t) chunks_t))
 
+A value is as loud as it was convincing, so that the controller has a gradient even where a single slot is read.
 `slots_t` and the reader's confidence `rho_t` are those of `memzoo.kernels.slot_table`, read before the token's own
 event is applied: a token sees the writes of earlier tokens alone. `chunks_t` attends to the tokens of the K best stored
 chunks before the token's own.
@@ -132,7 +134,7 @@ class WriteController(nn.Module):
 
     def init_weights(self) -> None:
         init.normal_(self.feature_weight, 0.0, self.FEATURES**-0.5)
-        init.ones_(self.logit_bias)  # writes at first: what is never read has no gradient
+        init.constant_(self.logit_bias, 0.5)  # writes at first: what is never read has no gradient
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What of all events `[R, E, D]` does not depend on the table: hidden part `[R, E, F]`, importance `[R, E]`."""
@@ -252,7 +254,9 @@ class Slots(nn.Module):
             hidden, event = next(writes, (None, None))
             if hidden is not None and event is not None:
                 logits.append(self.controller(table, hidden, event, self.rules))
-                table, outcome = write(table, event._replace(confidence=torch.sigmoid(logits[-1])), self.rules)
+                p = torch.sigmoid(logits[-1])
+                event = event._replace(confidence=p, value=p[:, None] * event.value)
+                table, outcome = write(table, event, self.rules)
                 outcomes.append(outcome)
         readings = [reading for reading, _ in found]
         return SlotsRead(
@@ -359,6 +363,15 @@ def _columns(x: Tensor, at: Tensor) -> Tensor:
     return x.gather(1, at.view(*at.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
+def _appended(old: Tensor, new: Tensor, held: Tensor, more: Tensor) -> Tensor:
+    """`more` `[R]` of each row's `new` `[R, L, ...]` behind its first `held` `[R]` of `old` `[R, N, ...]`."""
+    if bool((held == old.shape[1]).all()) and bool((more == new.shape[1]).all()):
+        return torch.cat([old.to(new.dtype), new], dim=1)
+    longest = max(old.shape[1], int((held + more).max()))
+    padded = F.pad(old, (0, 0) * (old.ndim - 2) + (0, longest - old.shape[1]))
+    return placed(torch.arange(longest, device=old.device), held, more, new, padded)
+
+
 class Chunks(nn.Module):
     """The fallback: attention to the tokens of the stored chunks that a token's look-up finds.
 
@@ -438,16 +451,14 @@ class Chunks(nn.Module):
         index = index._replace(running=kv[row, done], running_ids=ids[row, done])
         if not most:
             return index
-        more = max(0, int((stored + done).max()) - index.chunks.shape[1])
-        every = torch.arange(index.chunks.shape[1] + more, device=ids.device)
         with torch.no_grad():
             length = widened(kv[:, :most, :, : self.width]).square().sum(-1)
             order = length.argsort(dim=-1, descending=True, stable=True)[..., None].expand(-1, -1, -1, kv.shape[-1])
             sketches = self._sketched(ids[:, :most])
-        chunks, old = kv[:, :most].gather(2, order), F.pad(index.chunks, (0, 0, 0, 0, 0, more))
+        chunks = kv[:, :most].gather(2, order)
         return index._replace(
-            chunks=placed(every, stored, done, chunks, old),
-            sketches=placed(every, stored, done, sketches, F.pad(index.sketches, (0, 0, 0, more))),
+            chunks=_appended(index.chunks, chunks, stored, done),
+            sketches=_appended(index.sketches, sketches, stored, done),
         )
 
     def _sketched(self, ids: Tensor) -> Tensor:

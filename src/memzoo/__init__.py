@@ -40,6 +40,7 @@ from memzoo.modeling.hope_attention import (
     HopeAttentionForSequenceClassification,
     HopeAttentionModel,
 )
+from memzoo.modeling.managed_adapter import MemoryManagedAdapter
 from memzoo.modeling.memory_managed import (
     MemoryManagedForCausalLM,
     MemoryManagedForSequenceClassification,
@@ -148,6 +149,7 @@ __all__ = [
     "HopeForSequenceClassification",
     "HopeModel",
     "MemoryCache",
+    "MemoryManagedAdapter",
     "MemoryManagedConfig",
     "MemoryManagedForCausalLM",
     "MemoryManagedForSequenceClassification",
