@@ -28,7 +28,7 @@ Source: the names of the five families and of uniform recall are those of Memory
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -132,9 +132,12 @@ class Sample(NamedTuple):
     """Index of the event that answers each question."""
 
 
-def quarter(key: int, value: int) -> int:
-    """Which quarter of all pairs this one belongs to; no rule that a model could learn."""
-    return hashlib.blake2b(f"{key}:{value}".encode(), digest_size=1).digest()[0] % 4
+@functools.cache
+def quarters(key: int, values: int) -> list[int]:
+    """Which quarter of all pairs those of a key belong to, by value: a random quarter of its values is in each."""
+    found = [4 * rank // values for rank in range(values)]
+    random.Random(f"pairs/{key}").shuffle(found)
+    return found
 
 
 class Draw:
@@ -150,10 +153,10 @@ class Draw:
 
     def value(self, key: int, *others: Event) -> int:
         """A value that this split allows the key and that none of the other events has."""
-        taken = {event.value for event in others}
+        taken, of_key = {event.value for event in others}, quarters(key, self.vocabulary.values)
         while True:
             value = self.random.randrange(self.vocabulary.values)
-            if value not in taken and quarter(key, value) in self.quarters:
+            if value not in taken and of_key[value] in self.quarters:
                 return value
 
     def fact(self, key: int, *before: Event, version: int = 0) -> Event:
@@ -291,6 +294,9 @@ class Task:
         needed = {"uniform": crowd * sizes.slots, "pollution": facts + 1}.get(self.name, facts)
         if needed > self.vocabulary.keys:
             raise ValueError(f"managed_tasks: {self.name}: expected at least {needed} keys; got {self.vocabulary}.")
+
+        if self.vocabulary.values < 16:  # four of a key in a quarter of them
+            raise ValueError(f"managed_tasks: {self.name}: expected at least 16 values; got {self.vocabulary}.")
 
     def named(self, seed: int, index: int) -> str:
         """What the random choices of a stream start from."""

@@ -35,6 +35,15 @@ def test_hybrid_solves_all_and_memory_what_was_signalled(rows: dict[tuple[str, s
     assert outcomes["evicted"] + outcomes["overwritten"] == 8 * (16 + 256 - 32)  # noise makes room for noise
 
 
+def test_memory_answers_for_every_version(managed: ModuleType) -> None:
+    task = managed.Task("temporal", managed.Sizes(filler=0, queries=4), "any")
+    samples, space = [managed.sample(task, 0, index) for index in range(12)], managed.Space(task.vocabulary)
+    readings, _ = managed.remembered(samples, space, 32, 64)
+    for one, recalled in zip(samples, readings, strict=True):
+        found = [space.value(reading.found) for reading in recalled]
+        assert found == [query.answer.value for query in one.queries]
+
+
 def test_what_has_no_life_cycle_fails(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     for mechanism, task in (
         ("linear", "overwrite"),

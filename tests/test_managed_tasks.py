@@ -204,8 +204,10 @@ def test_splits_and_pairs_are_disjoint(tasks: ModuleType, small: Any) -> None:
     assert not streams["train"] & streams["held_out"]
     assert not (pairs["train"] | pairs["held_out"]) & pairs["new_pairs"]
     assert pairs["train"] & pairs["held_out"]
-    shares = Counter(tasks.quarter(key, value) for key in range(0, 256, 16) for value in range(512))
-    assert all(0.24 < shares[quarter] / 8192 < 0.26 for quarter in range(4))
+    for values in (16, 512):
+        found = [tasks.quarters(key, values) for key in range(40)]
+        assert all(Counter(one) == dict.fromkeys(range(4), values // 4) for one in found)
+        assert len({tuple(one) for one in found}) == 40
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,6 +256,7 @@ def test_impossible_streams_are_refused(tasks: ModuleType) -> None:
         (("temporal", tasks.Sizes(queries=5)), "queries <= 4"),
         (("recall", tasks.Sizes(crowd=7)), "crowd >= 8"),
         (("uniform", tasks.Sizes(crowd=9)), "expected at least 288 keys"),
+        (("recall", tasks.Sizes(), "train", tasks.Vocabulary(values=15)), "expected at least 16 values"),
     ):
         with pytest.raises(ValueError, match=message):
             tasks.Task(*options)
