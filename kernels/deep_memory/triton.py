@@ -21,8 +21,8 @@ the key's coordinates. The bound multiplies coefficients, never rows.
 On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much as the registers of a multiprocessor,
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
-tiles are chosen for sm_90, where `walk_back` spills 160 bytes a thread and the others none; on sm_80, whose products
-take their operands from registers, all but `step` spill, up to 856 bytes.
+tiles are chosen for bfloat16 on sm_90, where `walk_back` spills 160 bytes a thread and the others none. On sm_80, whose
+products take their operands from registers, all but `step` spill, up to 856 bytes; float32, without tensor cores, more.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
