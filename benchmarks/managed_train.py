@@ -79,7 +79,7 @@ SETUPS = {
         Vocabulary(),
         Sizes(slots=32, facts=16, filler=16, queries=8),
     ),
-    # 60k, on small streams of the two tasks that a backbone finds hardest at its size.
+    # 57k, on small streams of two tasks.
     "twin": Setup(
         {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
         Vocabulary(keys=32, values=32, versions=8, filler=8),
