@@ -325,7 +325,7 @@ def noted(table: SlotTable, reading: Reading, real: Tensor | None = None) -> Slo
     """The table with the reads counted that are `real` `[B, L]`, bool (`None`: all)."""
     weights = reading.weights.detach()
     if real is not None:
-        weights = weights * real[..., None]
+        weights = torch.where(real[..., None], weights, 0)  # what padding asks may be anything
     return table._replace(recent_usage=table.recent_usage + weights.sum(1))
 
 
