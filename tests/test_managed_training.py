@@ -69,7 +69,7 @@ def test_the_twin_needs_its_memory(training: ModuleType) -> None:
     setup, found = training.SETUPS["twin"], {}
     for model in training.MODELS:
         learner = training.Learner(setup, model, "keys", 0)
-        for record in learner.train(80, 0.25):
+        for record in learner.train(200, 0.25):
             assert math.isfinite(record["loss"])
         found[model] = learner.test("held_out", 48)
     for task in setup.tasks:

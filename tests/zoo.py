@@ -219,12 +219,12 @@ _COVERED = {f"titans-{variant}-e1" for variant in ("lmm", "mac", "mal")} | {"dla
 NAMES = [name for name in _CHOSEN if name not in _COVERED]
 # One name per wiring, for checks that a capacity schedule cannot change.
 PLAIN = [name for name in _CHOSEN if name.endswith("-e1")]
-# One per kind of block (mixer, and memory in it), for dear checks of what happens block by block.
-_ALIKE = {
-    *("titans-lmm", "titans-mal", "omeganet-lmm", "omeganet-mag", "atlas-mac-token", "dla-lmm", "deltanet", "dot"),
-    *("gated_deltanet", "deep_transformer", "deep_transformer-mag", "dot-mlp", "hope_attention"),
+# One per kind of memory, with the mixers that hold them, for dear checks of what happens block by block.
+_DIFFERENT = {
+    *("titans-mac-e1", "atlas-lmm-e1", "comba-e1", "dot-mac-e1", "deep_transformer-mlp-e1", "transformer_pp-e1"),
+    *("hope-e1", "memory_managed-e1"),
 }
-BLOCKS = [name for name in PLAIN if name.removesuffix("-e1") not in _ALIKE]
+BLOCKS = [name for name in PLAIN if name in _DIFFERENT]
 
 # Published sizes: config class, size, options, parameters (counted once, then held).
 COUNTS: list[tuple[type, dict[str, object], tuple[int, ...]]] = [
