@@ -96,6 +96,7 @@ def test_no_memory_passes_the_bound_unless_it_knows_the_question(
     assert chance_of_memory(managed) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_stream_of_131072_tokens(managed: ModuleType) -> None:
     rows = managed.measure(managed.long(1, 131072))
     pooled = {row["mechanism"]: row for row in managed.pooled(rows)}
