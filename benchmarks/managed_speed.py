@@ -113,16 +113,12 @@ def look_ups(results: dict[str, Any]) -> str:
     return f"The look-up of chunks adds per token: {', '.join(parts) or 'not measured'}."
 
 
-def numbers(text: str) -> list[int]:
-    return [] if text == "none" else [int(part) for part in text.split(",")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     contexts = [NEAR, 1024, 4096, 16384, FAR]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=numbers, default=[2048], help="lengths to train on; default 2048")
-    parser.add_argument("--contexts", type=numbers, default=contexts, help="to decode after, or none")
+    parser.add_argument("--tokens", type=run.numbers, default=[2048], help="lengths to train on; default 2048")
+    parser.add_argument("--contexts", type=run.numbers, default=contexts, help="to decode after, or none")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of which the fastest counts; default 3")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--check", action="store_true", help="fail unless all promises hold")

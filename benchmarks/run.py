@@ -537,12 +537,13 @@ def report(results: dict[str, Any], device: str) -> str:
     return "\n\n".join([*parts, "\n".join(lines) or "These sizes measure no promise."])
 
 
+def numbers(text: str) -> list[int]:
+    """Of an option: comma-separated, or none."""
+    return [] if text == "none" else [int(part) for part in text.split(",")]
+
+
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the names of the cases to run."""
-
-    def numbers(text: str) -> list[int]:
-        return [] if text == "none" else [int(part) for part in text.split(",")]
-
     ours, peers = ([name for name, case in CASES.items() if case.peer == wanted] for wanted in (False, True))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="all", help=f"names, comma-separated, of {', '.join(ours)}; default all")

@@ -249,20 +249,17 @@ class SlidingWindowLinear(MatrixMemory):
             gates = gates * is_open[:, :, None].to(gates.dtype)
         before = [x.unflatten(-1, (self.heads, -1)) for x in (state.keys, state.values)]
         carried = state.strengths.view(*state.strengths.shape[:2], self.window - 1, *gates.shape[3:])
+        retention = log_retention.exp()[..., None]
         strengths, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for lag in range(self.window):
             w = gates[:, :, lag]
             if lag > 0:
-                w = torch.addcmul(w, log_retention.exp()[..., None], _late(strengths[-1], carried[:, :, lag - 1], 1))
+                w = torch.addcmul(w, retention, _late(strengths[-1], carried[:, :, lag - 1], 1))
             key, value = _late(k, before[0], lag), _late(v, before[1], lag)
             if lag < self.window - 1:
                 strengths.append(w)
-                if self.gated_units == 1:  # a number per head multiplies the score, which is one, too
-                    local.append(((q * key).sum(-1, keepdim=True).mul_(w), value))
-                    continue
-            key, value = (key * w, value) if self.axis == "key" else (key, value * cast(w, value.dtype))
-            if lag < self.window - 1:
-                local.append(((q * key).sum(-1, keepdim=True), value))
+                local.append(self._read_beside(q, key, value, w))
+        key, value = self._weighted(key, value, w)
         y, memory = linear_attention(
             q,
             key[:, :, None],
@@ -280,6 +277,17 @@ class SlidingWindowLinear(MatrixMemory):
             tails = (new_tail(x, cast(old, x.dtype), step.lengths) for x, old in zip(new, held, strict=True))
             state = state._replace(**dict(zip(("strengths", "keys", "values"), tails, strict=True)))
         return y, state._replace(memory=memory)
+
+    def _weighted(self, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """The pairs with their strengths `w` `[B, L, H, U]` on what opens at times of its own."""
+        return (key * w, value) if self.axis == "key" else (key, value * cast(w, value.dtype))
+
+    def _read_beside(self, q: Tensor, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """What `q` finds of one pair per token: a score `[B, L, H, 1]` and the value that it multiplies."""
+        if self.gated_units == 1:  # a number per head multiplies the score, which is one, too
+            return (q * key).sum(-1, keepdim=True).mul_(w), value
+        key, value = self._weighted(key, value, w)
+        return (q * key).sum(-1, keepdim=True), value
 
 
 def _late(x: Tensor, before: Tensor, lag: int) -> Tensor:
