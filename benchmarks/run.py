@@ -109,6 +109,8 @@ PROMISED = {
     "retnet": _LINEAR,
     "swla": _LINEAR,
 }
+COSTS = {"omeganet-lmm": ("titans-lmm", 1.25), "atlas-lmm": ("titans-lmm", 2.0)}
+"""What a case's forward + backward of 4,096 tokens may cost, as a multiple of another case's."""
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 MIB = 1 << 20
 
@@ -489,6 +491,11 @@ def promises(results: dict[str, Any]) -> list[dict[str, Any]]:
             hold(f"{what}: speed at least {promise.speed} times {rival}'s", row["speed_ratio"][rival], promise.speed)
             text = f"{what}: memory at most {promise.memory:.2f} times {rival}'s"
             hold(text, row["memory_ratio"][rival], at_most=promise.memory)
+    speed = {row["case"]: row["tokens_per_second"] for row in results["training"] if row["tokens"] == 4096}
+    for name, (other, cost) in COSTS.items():
+        if name in speed and other in speed:
+            what = f"{name}, forward + backward of 4096 tokens: time at most {cost} times {other}'s"
+            hold(what, speed[other] / speed[name], at_most=cost)
     ours = [row for row in results["decoding"] if not CASES[row["case"]].peer]
     for row in ours:
         promise = PROMISED.get(row["case"])
