@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,3 +36,58 @@ class _Products(torch.autograd.Function):
         d_sums = (d_products * products)[..., 1:, :]
         later = torch.ones(size, size, dtype=products.dtype, device=products.device).triu()  # t >= n
         return (later @ d_sums).tril_().sum(-1)
+
+
+class Decays(NamedTuple):
+    """What a rule takes of `P`, for tokens `t` and `j` from 1 to C."""
+
+    inside: Tensor
+    """`P(t, j)`, `[..., C, C]`."""
+    from_start: Tensor
+    """`P(t, 0)`, `[..., C, 1]`."""
+    to_end: Tensor
+    """`P(C, j)`, `[..., C, 1]`."""
+    whole: Tensor
+    """`P(C, 0)`, `[..., 1, 1]`."""
+    inside_before: Tensor
+    """`P(t - 1, j)`, `[..., C, C]`."""
+    from_start_before: Tensor
+    """`P(t - 1, 0)`, `[..., C, 1]`."""
+
+
+def decays(products: Tensor) -> Decays:
+    """The parts of `P` `[..., 1 + C, 1 + C]`."""
+    return Decays(*_Parts.apply(products))
+
+
+def _parts(products: Tensor) -> tuple[Tensor, ...]:
+    return (
+        products[..., 1:, 1:],
+        products[..., 1:, :1],
+        products[..., -1, 1:, None],
+        products[..., -1:, :1],
+        products[..., :-1, 1:],
+        products[..., :-1, :1],
+    )
+
+
+class _Parts(torch.autograd.Function):
+    """Slices whose backward adds them up in one tensor, where autograd's makes one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape = products.shape
+        return _parts(products)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *d_parts: Tensor | None) -> Tensor | None:
+        given = [d for d in d_parts if d is not None]
+        if not given:
+            return None
+        d_products = given[0].new_zeros(ctx.shape)
+        for part, d in zip(_parts(d_products), d_parts, strict=True):
+            if d is not None:
+                part += d
+        return d_products

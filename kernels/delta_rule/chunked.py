@@ -13,11 +13,13 @@ so that `X = U - W S_0` with U and W free of the state, and then (Comba, arXiv 2
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunks, decays, unchunked
+from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunk_decays, chunks, unchunked
+from memzoo.kernels.registry import as_given
 from memzoo.kernels.scan import scan, split
 
 
@@ -75,19 +77,88 @@ def _segment(
     q, k, v = (chunks(x, size) for x in (query, key, value))
     p = k if erase_key is None else chunks(erase_key, size)
     beta = chunks(strength, size)[..., None]  # [B, H, N, C, 1]
-    products = decays(log_retention, query, size)
-    inside, to_end = products[..., 1:, 1:], products[..., -1, 1:, None]
-    until = products[..., 1:, :] if erase_after_decay else products[..., :-1, :]  # P(e, .)
+    decay = chunk_decays(log_retention, query, size)
+    until, from_start = decay.inside, decay.from_start  # P(e, .)
+    if not erase_after_decay:
+        until, from_start = decay.inside_before, decay.from_start_before
     written = beta * p
-    system = (written @ k.mT * until[..., 1:]).tril(-1)
-    right = torch.cat([beta * v, written * until[..., :1]], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, w = (x.unbind(2) for x in solved.split([v.shape[-1], k.shape[-1]], dim=-1))
-    ends, kept = (k * to_end).mT.unbind(2), products[..., -1:, :1].expand(*q.shape[:3], 1, 1).unbind(2)
-    starts, deltas = [], []
-    for n in range(q.shape[2]):
-        starts.append(state)
-        deltas.append(u[n] - w[n] @ state)
-        state = kept[n] * state + ends[n] @ deltas[n]
-    y = (q * products[..., 1:, :1]) @ torch.stack(starts, dim=2) + (q @ k.mT * inside) @ torch.stack(deltas, dim=2)
+    u, w = _Solve.apply(written @ k.mT * until, beta * v, written * from_start)
+    kept = decay.whole.expand(*q.shape[:3], 1, 1)
+    starts, deltas, state = _States.apply(state, u, w, (k * decay.to_end).mT, kept)
+    y = (q * decay.from_start) @ starts + (q @ k.mT * decay.inside) @ deltas
     return unchunked(y, tokens), state
+
+
+SOLVED = 16
+"""Tokens whose system is solved row by row; larger ones are put together from such by matrix products."""
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """`(I + L)^-1` for the part L of `system` `[..., C, C]` below the diagonal."""
+    size = system.shape[-1]
+    if size <= SOLVED:
+        unit = torch.eye(size, dtype=system.dtype, device=system.device).expand(system.shape)
+        return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
+    half = size // 2
+    first, last = slice(0, half), slice(half, size)
+    inverse = torch.zeros_like(system)
+    inverse[..., first, first] = upper = _inverse(system[..., first, first])
+    inverse[..., last, last] = lower = _inverse(system[..., last, last])
+    inverse[..., last, first] = (lower @ system[..., last, first] @ upper).neg_()
+    return inverse
+
+
+class _Solve(torch.autograd.Function):
+    """`(I + L)^-1 a` and `(I + L)^-1 b` for the part L of a system below the diagonal."""
+
+    @staticmethod
+    def forward(ctx: Any, system: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = _inverse(system)
+        u, w = inverse @ a, inverse @ b
+        ctx.save_for_backward(inverse, u, w)
+        return u, w
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_u: Tensor, d_w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inverse, u, w = ctx.saved_tensors
+        with as_given(d_u.device):
+            d_a, d_b = inverse.mT @ d_u, inverse.mT @ d_w
+            d_system = (d_a @ u.mT).add_(d_b @ w.mT).tril_(-1).neg_()
+        return d_system, d_a, d_b
+
+
+class _States(torch.autograd.Function):
+    """The states at the chunks' starts `[B, H, N, K, V]`, the deltas `X = U - W S` `[B, H, N, C, V]` and the last state:
+
+    S' = kept S + ends X
+
+    The backward is written out, since all but its recurrence is done for all chunks at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, state: Tensor, u: Tensor, w: Tensor, ends: Tensor, kept: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        starts, deltas = state.new_empty(*u.shape[:3], *state.shape[2:]), torch.empty_like(u)
+        for n in range(u.shape[2]):
+            starts[:, :, n] = state
+            torch.sub(u[:, :, n], w[:, :, n] @ state, out=deltas[:, :, n])
+            state = torch.addcmul(ends[:, :, n] @ deltas[:, :, n], kept[:, :, n], state)
+        ctx.save_for_backward(w, ends, kept, starts, deltas)
+        return starts, deltas, state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_starts: Tensor, d_deltas: Tensor, d_state: Tensor) -> tuple[Tensor, ...]:
+        w, ends, kept, starts, deltas = ctx.saved_tensors
+        d_after, d_deltas = torch.empty_like(starts), d_deltas.clone()
+        with as_given(d_state.device):
+            for n in reversed(range(w.shape[2])):
+                d_after[:, :, n] = d_state
+                d_deltas[:, :, n] += ends[:, :, n].mT @ d_state
+                d_state = torch.addcmul(d_starts[:, :, n], kept[:, :, n], d_state)
+                d_state -= w[:, :, n].mT @ d_deltas[:, :, n]
+            d_w, d_ends = (d_deltas @ starts.mT).neg_(), d_after @ deltas.mT
+            d_kept = (d_after * starts).sum((-2, -1), keepdim=True)
+        return d_state, d_deltas, d_w, d_ends, d_kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memzoo.kernels.decay import interval_products
+from memzoo.kernels.decay import Decays, decays, interval_products
 from memzoo.kernels.scan import scan, split
 
 CHUNK = 64
@@ -38,7 +38,7 @@ def chunks(x: Tensor, size: int) -> Tensor:
     missing = -x.shape[1] % size
     if missing:
         x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
-    return x.unflatten(1, (-1, size)).movedim(3, 1)
+    return x.unflatten(1, (-1, size)).movedim(3, 1).contiguous()  # once, not for each product
 
 
 def unchunked(y: Tensor, tokens: int) -> Tensor:
@@ -46,11 +46,11 @@ def unchunked(y: Tensor, tokens: int) -> Tensor:
     return y.movedim(1, 3).flatten(1, 2)[:, :tokens]
 
 
-def decays(log_retention: Tensor | None, like: Tensor, size: int) -> Tensor:
-    """`P` of every chunk, `[B, H, N, 1 + C, 1 + C]`; for no retention a single one that broadcasts."""
+def chunk_decays(log_retention: Tensor | None, like: Tensor, size: int) -> Decays:
+    """Of every chunk, `[B, H, N, ...]`; for no retention those of a single one that broadcasts."""
     if log_retention is None:
-        return torch.ones(1 + size, 1 + size, dtype=like.dtype, device=like.device).tril()
-    return interval_products(chunks(log_retention, size))
+        return decays(torch.ones(1 + size, 1 + size, dtype=like.dtype, device=like.device).tril())
+    return decays(interval_products(chunks(log_retention, size)))
 
 
 def _segment(
@@ -58,15 +58,14 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     tokens = query.shape[1]
     size = min(CHUNK, tokens)
-    q, products = chunks(query, size), decays(log_retention, query, size)
+    q, decay = chunks(query, size), chunk_decays(log_retention, query, size)
     streams = [(chunks(k, size), chunks(v, size)) for k, v in zip(key.unbind(2), value.unbind(2), strict=True)]
-    inside, to_end = products[..., 1:, 1:], products[..., -1, 1:, None]
-    y = sum((q @ k.mT * inside) @ v for k, v in streams)
-    written: Tensor = sum((k * to_end).mT @ v for k, v in streams)  # type: ignore[assignment]  # [B, H, N, K, V]
-    kept = products[..., -1:, :1].expand(*q.shape[:3], 1, 1)
+    y = sum((q @ k.mT * decay.inside) @ v for k, v in streams)
+    written: Tensor = sum((k * decay.to_end).mT @ v for k, v in streams)  # type: ignore[assignment]  # [B, H, N, K, V]
+    kept = decay.whole.expand(*q.shape[:3], 1, 1)
     starts = []
     for keep, new in zip(kept.unbind(2), written.unbind(2), strict=True):
         starts.append(state)
         state = keep * state + new
-    y = y + (q * products[..., 1:, :1]) @ torch.stack(starts, dim=2)
+    y = y + (q * decay.from_start) @ torch.stack(starts, dim=2)
     return unchunked(y, tokens), state
