@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -307,7 +308,7 @@ def inner_gradients(
         deltas = [-value]
     else:
         delta = torch.bmm(inputs[-1], weights[-1].mT).sub_(value)
-        deltas = [delta.add_(key[..., : delta.shape[-1]]) if network.residual else delta]
+        deltas = [delta.add_(_first(key, delta)) if network.residual else delta]
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, torch.bmm(deltas[0], weights[layer]))
@@ -315,11 +316,16 @@ def inner_gradients(
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
         norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
-        norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))
+        norm = reduce(torch.hypot, norms)
         if bool((norm > network.max_gradient_norm).any()):
             clip = (norm / network.max_gradient_norm).clamp(min=1).reciprocal()
             deltas = [d * clip for d in deltas]
     return Inner(inputs, deltas, unclipped, clip, hidden, back)
+
+
+def _first(x: Tensor, like: Tensor) -> Tensor:
+    """As many of the last dimension of `x` as `like` has."""
+    return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -411,7 +417,7 @@ def read(
         if layer < network.depth - 1:
             kept.hidden.append(y)
             z = units.value(y)
-    return (y.add_(query[..., : y.shape[-1]]) if network.residual else y), kept
+    return (y.add_(_first(query, y)) if network.residual else y), kept
 
 
 def _pairs(

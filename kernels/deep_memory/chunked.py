@@ -465,9 +465,11 @@ def step(
     row = state.position % size
     at = (row if halo == 0 else row + halo)[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
     index = at.reshape(-1, 1, 1)
-    rows = [writable(x).flatten(0, 1) for x in (*state.inputs, *state.deltas)]
+    factors = [writable(x) for x in (*state.inputs, *state.deltas)]
+    rows = [x.flatten(0, 1) for x in factors]  # views
+    places = {width: index.expand(-1, 1, width) for width in network.row_widths}
     for x, new in zip(rows, (*inner.inputs, *inner.deltas), strict=True):
-        x.scatter_(1, index.expand(-1, 1, new.shape[2]), new)
+        x.scatter_(1, places[new.shape[2]], new)
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = row == 0
@@ -509,24 +511,29 @@ def step(
             for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), before, strict=True)
         )
 
-    output, _ = read(network, q, weights, slots, inputs, deltas, *(x.flatten(0, 1)[:, None] for x in (*reads, write)))
+    of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
+    output, _ = read(network, q, weights, slots, inputs, deltas, *of_read)
     coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-    state = stepped(network, state, row == size - 1, rows, coefficients)
+    state = _stepped(network, state, row == size - 1, factors, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
 
 
-def stepped(
-    network: Network, state: DeepMemoryState, is_done: Tensor, rows: Sequence[Tensor], coefficients: tuple[Tensor, ...]
+def _stepped(
+    network: Network,
+    state: DeepMemoryState,
+    is_done: Tensor,
+    factors: Sequence[Tensor],
+    coefficients: tuple[Tensor, ...],
 ) -> DeepMemoryState:
-    """The state one token on, of which the rows of factors `[M, R, ...]` and the coefficients are given: the next
-    anchor where the token completes a chunk, `is_done` `[B]`."""
-    (batch, heads, _), depth = state.write.shape, network.depth
-    memory = (*state.weights, *state.momentum)
+    """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
+    where the token completes a chunk, `is_done` `[B]`."""
+    depth, memory = network.depth, (*state.weights, *state.momentum)
     if bool(is_done.any()):
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
         weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
+        rows = [x.flatten(0, 1) for x in factors]
         c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
         advanced = advance(network, weights, slots, rows[:depth], rows[depth:], *c)
         done = is_done[:, None, None]
@@ -536,7 +543,6 @@ def stepped(
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
-    factors = [x.unflatten(0, (batch, heads)) for x in rows]
     names = ("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "orthogonal_step")
     changed: dict[str, Any] = dict(zip(names, coefficients, strict=True))
     return state._replace(
@@ -564,5 +570,7 @@ def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | N
 
 
 def writable(x: Tensor) -> Tensor:
-    """A tensor made under `torch.inference_mode` can be written there only."""
-    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+    """The tensor or a copy: one made under `torch.inference_mode` can be written there only, and rows that share their
+    memory, or are not laid out for `flatten` to be a view, cannot be written at all."""
+    misplaced = not x.is_contiguous() or (x.is_inference() and not torch.is_inference_mode_enabled())
+    return x.clone(memory_format=torch.contiguous_format) if misplaced else x

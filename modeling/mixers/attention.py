@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
+    rotate_half,
 )
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -102,8 +103,8 @@ class CausalAttention(nn.Module):
         Returns:
             `[B, L, H D]` and the new state.
         """
-        q = self._heads(x, self.q_proj, self.q_norm)
-        q, k = apply_rotary_pos_emb(q, self._heads(x, self.k_proj, self.k_norm), *rotary)
+        q, k = self._heads(x, self.q_proj, self.q_norm), self._heads(x, self.k_proj, self.k_norm)
+        q, k = _rotated(q, k, *rotary)
         v = self._heads(x, self.v_proj)
         if state is None:
             state = self._begin(k, prefix)
@@ -219,9 +220,24 @@ class CausalAttention(nn.Module):
         carried = own if self.carried is None else self.carried
         # A state that has just begun carries none: padding stands in front.
         wanted = carried if added is None else carried + tokens
-        keys, values = (nn.functional.pad(x[:, :, -own:], (0, 0, wanted - own, 0)) for x in (keys, values))
+        if own < wanted:
+            keys, values = (nn.functional.pad(x[:, :, -own:], (0, 0, wanted - own, 0)) for x in (keys, values))
+        else:
+            keys, values = (x[:, :, x.shape[2] - wanted :] for x in (keys, values))
+            if tokens > wanted:  # a view would hold on to more than is carried
+                keys, values = keys.clone(), values.clone()
         if added is not None:
             index = (added[:, None] + torch.arange(carried, device=keys.device))[:, None, :, None]
             keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
         valid = (state.valid + (tokens if added is None else added)).clamp(max=carried)
         return state._replace(keys=keys, values=values, valid=valid)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[B, H, L, D]` with the rotary embedding; of a single token, which is bound by the number of
+    torch calls, at once."""
+    if q.shape[2] > 1:
+        return apply_rotary_pos_emb(q, k, cos, sin)
+    both = torch.cat([q, k], dim=1)
+    both = both * cos[:, None] + rotate_half(both) * sin[:, None]
+    return both[:, : q.shape[1]], both[:, q.shape[1] :]
