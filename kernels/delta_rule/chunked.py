@@ -129,9 +129,9 @@ class _Solve(torch.autograd.Function):
 
 
 class _States(torch.autograd.Function):
-    """The states at the chunks' starts `[B, H, N, K, V]`, the deltas `X = U - W S` `[B, H, N, C, V]` and the last state:
+    """The states at the chunks' starts, `[B, H, N, K, V]`, the deltas, `[B, H, N, C, V]`, and the last state:
 
-    S' = kept S + ends X
+        X = U - W S,    S' = kept S + ends X
 
     The backward is written out, since all but its recurrence is done for all chunks at once.
     """
