@@ -30,6 +30,7 @@ from memzoo.kernels import triton_support
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.linear_attention import triton as linear_attention
+from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -136,11 +137,19 @@ def deep(
     )
 
 
+def newton(dtype: torch.dtype, batch: int = 2, tokens: int = 64, heads: int = 16, hidden: int = 192) -> None:
+    """Of the momentum of a layer of a memory at the end of each chunk, in float32 whatever the model's dtype."""
+    x = meta(batch * heads, -(-tokens // 64), hidden, 48)
+    newton_schulz.forward(x, 5)
+    newton_schulz.backward(x, x, 5)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
     "delta_rule": delta,
     "deep_memory": deep,
+    "newton_schulz": newton,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 MODULES = {
@@ -148,6 +157,7 @@ MODULES = {
     "linear_attention": linear_attention,
     "delta_rule": delta_rule,
     "deep_memory": deep_memory,
+    "newton_schulz": newton_schulz,
 }
 WIDE = {"key_dim": 256, "value_dim": 256}
 """Heads as wide as those of a 1.3B model; the convolution has none, and a deep memory's kernels refuse them."""

@@ -24,6 +24,8 @@ from memzoo.kernels.deep_memory import triton as deep_triton
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.linear_attention import triton as linear_triton
+from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.kernels.newton_schulz import triton as newton_triton
 from memzoo.kernels.short_conv import short_conv
 
 
@@ -316,3 +318,43 @@ def test_model(name: str) -> None:
             loss = each(ids[:1, :9], labels=ids[:1, :9]).loss
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(each.parameters()))]))
         close(*gradients, MODEL[torch.float32])
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((8, 20), 0), ((37, 19), 1), ((1, 7), 2), ((20, 70), 5), ((70, 3), 5)])
+def test_newton_schulz(shape: tuple[int, int], steps: int) -> None:
+    """Matrices of all sizes, upright and lying, each by itself: of its size nothing is left, or nothing at all."""
+    scales = torch.tensor([1.0, 0.0, 1e15, 1e-9])[:, None, None]
+    x = (torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)) * scales).mT.contiguous().mT
+    weights = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x)
+    found = []
+    for leaf, backend in ((x.clone(), "triton"), (x.double(), "reference")):
+        y = newton_schulz(leaf.requires_grad_(), steps=steps, backend=backend)
+        (d_x,) = torch.autograd.grad((y * weights).sum(), leaf)
+        found.append((y.double(), d_x.double() * scales.clamp(min=1.0) if steps else d_x.double()))
+    for got, want in zip(*found, strict=True):
+        for one, other in zip(got, want, strict=True):
+            close(one, other, OP[torch.float32])
+    assert steps == 0 or not any(x[[1, 3]].any() for x in found[0])
+
+
+def test_newton_schulz_of_what_is_not_finite_stays_by_itself() -> None:
+    x = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0))
+    want = newton_schulz(x, steps=2, backend="triton")
+    for broken in (torch.nan, torch.inf):
+        x[1, 2, 3] = broken
+        leaf = x.clone().requires_grad_()
+        got = newton_schulz(leaf, steps=2, backend="triton")
+        (gradient,) = torch.autograd.grad(got.sum(), leaf)
+        for tensor in (got, gradient):
+            assert torch.isnan(tensor[1]).any()
+            assert torch.isfinite(tensor[[0, 2]]).all()
+        assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+def test_newton_schulz_as_torch_sees_it() -> None:
+    x = torch.randn(2, 3, 9, 5)
+    for operator, given in ((newton_triton._iterated, (x, 2)), (newton_triton._gradient, (x, x, 2))):
+        found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="Gram matrix of a narrower side of up to 64 on chip, got 65"):
+        newton_schulz(torch.ones(65, 70), backend="triton")
