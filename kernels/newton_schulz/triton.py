@@ -11,7 +11,7 @@ both factors in registers, so factors are read in slabs of `SLAB` from memory, t
 L2, where the program has just put them.
 
 On the chip at m = 64: the sums of a product and one or two matrices beside them, 16 KiB of registers each; 16 KiB of
-shared memory, where layouts are turned and slabs exchanged; 64 KiB of iterates in the caches (backward 80 + 48 N).
+shared memory, where layouts are turned and slabs exchanged; 64 KiB of iterates in the caches (backward 64 + 48 N).
 
 Bytes of a matrix in device memory: forward `12 m n` (X twice, Y), backward `24 m n` and, for the iterates of N steps,
 `24 N m^2`, of which L2 keeps most. Operations at N = 5: forward `4 m^2 n + 34 m^3`, backward `8 m^2 n + 84 m^3`. At m
