@@ -117,16 +117,17 @@ def _forward_kernel(
     X_ROW: tl.constexpr,
     X_COLUMN: tl.constexpr,
     STEPS: tl.constexpr,
+    KEEP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """`Q X / |X|` and, of the last step, `G_n`, `P_n` and `Q_{n+1}`; or, where there is no `p_y`, these of every step,
-    and `1 / |X|`."""
+    """`Q X / |X|`, `G_n`, `P_n` and `Q_{n+1}` of one step after another in the same place; or, with `KEEP`, these of
+    every step side by side and `1 / |X|`."""
     i_x = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BM).to(tl.int64)
     p_x, p_turned = p_x + i_x * M * N, p_turned + i_x * M * M
-    if p_y is None:
+    if KEEP:
         p_gram, stride = p_iterates + i_x * STEPS * 3 * M * M, 3 * M * M
     else:
         p_gram, stride = p_iterates + i_x * 3 * M * M, 0
@@ -148,14 +149,14 @@ def _forward_kernel(
             # Rounding leaves a product of commuting matrices a little skew, and each step would add to it.
             gram = _symmetric(_square_product(p_factor, p_turned, row, M, BK))
             p_gram += stride
-    if p_y is not None:
+    if KEEP:
+        tl.store(p_shrink + i_x, shrink)
+    else:
         for i in range(tl.cdiv(N, BN)):
             column = i * BN + tl.arange(0, BN).to(tl.int64)
             y = _multiplied(p_gram + 2 * M * M, p_x, row, column, M, 1, X_ROW, X_COLUMN, M, M, N, BK) * shrink
             p = p_y + i_x * M * N + row[:, None] * X_ROW + column[None, :] * X_COLUMN
             tl.store(p, y, mask=(row < M)[:, None] & (column < N)[None, :])
-    else:
-        tl.store(p_shrink + i_x, shrink)
 
 
 @triton.jit
@@ -247,6 +248,7 @@ def forward(x: Tensor, steps: int) -> Tensor:
         p_iterates=x.new_empty(count, 3, *square),
         p_turned=x.new_empty(count, *square),
         p_shrink=None,
+        KEEP=False,
         **sizes,
     )
     return y
@@ -258,7 +260,17 @@ def backward(d_y: Tensor, x: Tensor, steps: int) -> Tensor:
     d_x, square = torch.empty_like(x), (sizes["M"], sizes["M"])
     iterates, room = x.new_empty(count, steps, 3, *square), x.new_empty(count, 4, *square)
     shrink = x.new_empty(count)
-    launch(_forward_kernel, (count,), p_x=x, p_y=None, p_iterates=iterates, p_turned=room, p_shrink=shrink, **sizes)
+    launch(
+        _forward_kernel,
+        (count,),
+        p_x=x,
+        p_y=None,
+        p_iterates=iterates,
+        p_turned=room,
+        p_shrink=shrink,
+        KEEP=True,
+        **sizes,
+    )
     launch(
         _backward_kernel,
         (count,),
