@@ -172,7 +172,8 @@ MODULES = {
     "norm_gate": norm_gate,
 }
 WIDE = {"key_dim": 256, "value_dim": 256}
-"""Heads as wide as those of a 1.3B model; the convolution has none, and a deep memory's kernels refuse them."""
+"""Heads as wide as those of a 1.3B model; some ops have none, and the kernels of deep memories and of Newton-Schulz
+refuse them."""
 
 
 def launches(op: str, dtype: torch.dtype, **sizes: int) -> list[Launch]:
@@ -233,7 +234,7 @@ def _tool(name: str, *arguments: str) -> str:
 def rows(targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first."""
     for sizes, name, op in itertools.product(({}, WIDE) if wide else ({},), dtypes, OPS):
-        if sizes and op in ("short_conv", "deep_memory"):
+        if sizes and op in ("short_conv", "deep_memory", "newton_schulz", "norm_gate"):
             continue
         for target, launch in itertools.product(targets, launches(op, DTYPES[name], **sizes)):
             yield {"op": op, "inputs": name, "target": target, **program(launch), **resources(compiled(launch, target))}
