@@ -26,8 +26,8 @@ from memzoo.kernels.norm_gate import MAX_WIDTH
 from memzoo.kernels.triton_support import contiguous, gradients_like, launch, tile, wanted
 
 TILE = 2048
-"""Numbers of a tile: 16 for each of 128 threads, as two loads of 16 bytes in bfloat16; a wider row is a
-tile of its own, with more threads."""
+"""Numbers of a tile: 16 for each of 128 threads, as two loads of 16 bytes in bfloat16; a wider row is a tile of
+its own, with more threads."""
 PARTS = 1024
 """Programs of the backward: eight for each of an H100's 132 processors, and few enough that their sums of the weights'
 gradients are little beside the rows."""
