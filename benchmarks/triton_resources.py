@@ -30,6 +30,8 @@ from memzoo.kernels import triton_support
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.linear_attention import triton as linear_attention
+from memzoo.kernels.newton_schulz import triton as newton_schulz
+from memzoo.kernels.norm_gate import triton as norm_gate
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -136,11 +138,29 @@ def deep(
     )
 
 
+def newton(dtype: torch.dtype, batch: int = 2, tokens: int = 64, heads: int = 16, hidden: int = 192) -> None:
+    """Of the momentum of a layer of a memory at the end of each chunk, in float32 whatever the model's dtype."""
+    x = meta(batch * heads, -(-tokens // 64), hidden, 48)
+    newton_schulz.forward(x, 5)
+    newton_schulz.backward(x, x, 5)
+
+
+def gate(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, value_dim: int = 96) -> None:
+    """Of the heads of a memory alone, and of two branches."""
+    for shape, both in (((batch, tokens, heads, value_dim), False), ((batch, tokens, heads * value_dim), True)):
+        x, weight = meta(*shape, dtype=dtype), meta(shape[-1], dtype=dtype)
+        inputs = x, weight, x, weight if both else None, not both, 1.0, 1e-6
+        norm_gate.forward(*inputs)
+        norm_gate.backward(x, *inputs)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
     "delta_rule": delta,
     "deep_memory": deep,
+    "newton_schulz": newton,
+    "norm_gate": gate,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 MODULES = {
@@ -148,9 +168,12 @@ MODULES = {
     "linear_attention": linear_attention,
     "delta_rule": delta_rule,
     "deep_memory": deep_memory,
+    "newton_schulz": newton_schulz,
+    "norm_gate": norm_gate,
 }
 WIDE = {"key_dim": 256, "value_dim": 256}
-"""Heads as wide as those of a 1.3B model; the convolution has none, and a deep memory's kernels refuse them."""
+"""Heads as wide as those of a 1.3B model; some ops have none, and the kernels of deep memories and of Newton-Schulz
+refuse them."""
 
 
 def launches(op: str, dtype: torch.dtype, **sizes: int) -> list[Launch]:
@@ -211,7 +234,7 @@ def _tool(name: str, *arguments: str) -> str:
 def rows(targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first."""
     for sizes, name, op in itertools.product(({}, WIDE) if wide else ({},), dtypes, OPS):
-        if sizes and op in ("short_conv", "deep_memory"):
+        if sizes and op in ("short_conv", "deep_memory", "newton_schulz", "norm_gate"):
             continue
         for target, launch in itertools.product(targets, launches(op, DTYPES[name], **sizes)):
             yield {"op": op, "inputs": name, "target": target, **program(launch), **resources(compiled(launch, target))}

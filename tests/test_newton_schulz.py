@@ -10,7 +10,7 @@ from torch import Tensor
 from memzoo.kernels.newton_schulz import OP as NEWTON_SCHULZ_OP
 from memzoo.kernels.newton_schulz import make_inputs, newton_schulz
 
-BACKENDS = NEWTON_SCHULZ_OP.names()
+BACKENDS = [name for name in NEWTON_SCHULZ_OP.names() if name != "triton"]  # no float64: tests/triton_parity.py
 SHAPES = [(1, 1), (1, 7), (7, 1), (8, 8), (8, 20), (20, 8), (3, 64)]
 
 

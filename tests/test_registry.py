@@ -6,7 +6,15 @@ import logging
 
 import pytest
 
-from memzoo.kernels import deep_exponential_memory, deep_memory, exponential_memory, newton_schulz, registry, short_conv
+from memzoo.kernels import (
+    deep_exponential_memory,
+    deep_memory,
+    exponential_memory,
+    newton_schulz,
+    norm_gate,
+    registry,
+    short_conv,
+)
 from memzoo.kernels.registry import Backend, Op, Problem, explain, select
 
 CPU = Problem("cpu", "torch.float32")
@@ -25,7 +33,7 @@ TWO = Op("toy", (Backend("fast", entry("chunked"), _only_cuda), Backend("slow", 
 
 @pytest.mark.parametrize(
     "op",
-    [deep_exponential_memory.OP, deep_memory.OP, exponential_memory.OP, newton_schulz.OP, short_conv.OP],
+    [op.OP for op in (deep_exponential_memory, deep_memory, exponential_memory, newton_schulz, norm_gate, short_conv)],
     ids=lambda op: op.name,
 )
 def test_every_entry_can_be_loaded(op: Op) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from memzoo.kernels import delta_rule as delta
@@ -21,6 +22,8 @@ from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import registry
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import Problem, explain
 from memzoo.kernels.short_conv import OP as SHORT_CONV
 from memzoo.kernels.short_conv import make_inputs, short_conv
@@ -29,7 +32,8 @@ triton = pytest.importorskip("triton")
 import scripts  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
-OPS = ["short_conv", "linear_attention", "delta_rule", "deep_memory"]
+OPS = ["short_conv", "linear_attention", "delta_rule", "deep_memory", "newton_schulz", "norm_gate"]
+WITHOUT_TENSOR_CORES = ("short_conv", "newton_schulz", "norm_gate")  # no products, or products of float32 numbers
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )
@@ -80,7 +84,7 @@ def test_kernels_fit_the_chips(op: str, resources: ModuleType) -> None:
             if not is_known_to_spill(op, program["kernel"], target):
                 assert row["spilled"] == 0, row
             assert row["shared"] <= (64 if target == "gfx942" else 99) * 1024, row
-            if op != "short_conv" and program["kernel"] != "step_kernel":
+            if op not in WITHOUT_TENSOR_CORES and program["kernel"] != "step_kernel":
                 assert any(units[target] in name and row[name] > 0 for name in row.keys() - expected.keys()), row
 
 
@@ -149,3 +153,18 @@ def test_without_triton_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ImportError, match=r"expected the package triton, which is not installed. Install it"):
         registry.select(SHORT_CONV, Problem("cuda", "torch.bfloat16"), "triton")
     assert entry not in registry._loaded
+
+
+def normalized_and_gated(x: Tensor, gate: Tensor, weight: Tensor, backend: str) -> Tensor:
+    y = norm_gate(newton_schulz(x, backend=backend), weight, gate, activation="silu", eps=1e-6, backend=backend)
+    return norm_gate(y, None, gate, weight, activation="sigmoid", scale=2.0, eps=1e-6, backend=backend)
+
+
+def test_newton_schulz_and_norm_gate_compile_into_one_graph() -> None:
+    """On a CPU as they are; on (fake) GPU tensors by Triton, and nothing of them can be read on the way."""
+    args = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.ones(8)
+    want = normalized_and_gated(*args, "auto")
+    assert torch.equal(torch.compile(normalized_and_gated, fullgraph=True, backend="eager")(*args, "auto"), want)
+    with torch.no_grad(), FakeTensorMode():
+        y = normalized_and_gated(*(torch.empty(x.shape, device="cuda") for x in args), "triton")
+    assert (y.shape, y.device.type) == (want.shape, "cuda")

@@ -24,6 +24,11 @@ from memzoo.kernels.deep_memory import triton as deep_triton
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.linear_attention import triton as linear_triton
+from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.kernels.newton_schulz import triton as newton_triton
+from memzoo.kernels.norm_gate import make_inputs as norm_inputs
+from memzoo.kernels.norm_gate import norm_gate
+from memzoo.kernels.norm_gate import triton as norm_triton
 from memzoo.kernels.short_conv import short_conv
 
 
@@ -316,3 +321,101 @@ def test_model(name: str) -> None:
             loss = each(ids[:1, :9], labels=ids[:1, :9]).loss
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(each.parameters()))]))
         close(*gradients, MODEL[torch.float32])
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((8, 20), 0), ((37, 19), 1), ((1, 7), 2), ((20, 70), 5), ((70, 3), 5)])
+def test_newton_schulz(shape: tuple[int, int], steps: int) -> None:
+    """Matrices of all sizes, upright and lying, each by itself: of its size nothing is left, or nothing at all."""
+    scales = torch.tensor([1.0, 0.0, 1e15, 1e-9])[:, None, None]
+    x = (torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)) * scales).mT.contiguous().mT
+    weights = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x)
+    found = []
+    for leaf, backend in ((x.clone(), "triton"), (x.double(), "reference")):
+        y = newton_schulz(leaf.requires_grad_(), steps=steps, backend=backend)
+        (d_x,) = torch.autograd.grad((y * weights).sum(), leaf)
+        found.append((y.double(), d_x.double() * scales.clamp(min=1.0) if steps else d_x.double()))
+    for got, want in zip(*found, strict=True):
+        for one, other in zip(got, want, strict=True):
+            close(one, other, OP[torch.float32])
+    assert steps == 0 or not any(x[[1, 3]].any() for x in found[0])
+
+
+def test_newton_schulz_of_what_is_not_finite_stays_by_itself() -> None:
+    x = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0))
+    want = newton_schulz(x, steps=2, backend="triton")
+    for broken in (torch.nan, torch.inf):
+        x[1, 2, 3] = broken
+        leaf = x.clone().requires_grad_()
+        got = newton_schulz(leaf, steps=2, backend="triton")
+        (gradient,) = torch.autograd.grad(got.sum(), leaf)
+        for tensor in (got, gradient):
+            assert torch.isnan(tensor[1]).any()
+            assert torch.isfinite(tensor[[0, 2]]).all()
+        assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+def test_newton_schulz_as_torch_sees_it() -> None:
+    x = torch.randn(2, 3, 9, 5)
+    for operator, given in ((newton_triton._iterated, (x, 2)), (newton_triton._gradient, (x, x, 2))):
+        found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="Gram matrix of a narrower side of up to 64 on chip, got 65"):
+        newton_schulz(torch.ones(65, 70), backend="triton")
+
+
+NORM_GATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "heads": ({"tokens": 37, "heads": 3, "width": 20}, {"activation": "silu"}),
+    "one": ({"tokens": 1, "width": 1, "norm": False}, {"activation": "sigmoid"}),
+    "branches": ({"tokens": 3, "width": 70, "gate_norm": True}, {"activation": "sigmoid"}),
+    "skip": ({"tokens": 5, "width": 16, "norm": False, "gate_norm": True}, {"activation": "sigmoid", "scale": 2.0}),
+    "wide": ({"tokens": 2, "width": 2049, "gate_norm": True}, {"activation": "silu", "scale": 0.5}),
+}
+
+
+def gated(args: dict[str, Any], backend: str, **options: Any) -> list[Tensor]:
+    """The output, and the gradient of every tensor among the arguments."""
+    leaves = {n: x.clone().requires_grad_() for n, x in args.items() if x is not None}
+    y = norm_gate(**{**args, **leaves}, **options, eps=1e-6, backend=backend)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
+    return [y, *torch.autograd.grad((y * weights).sum(), list(leaves.values()))]
+
+
+def gates_agree(args: dict[str, Any], dtype: torch.dtype, **options: Any) -> None:
+    """Row by row, in the models' dtype with their weights in it, or in float32 as autocast has them."""
+    for weights in {dtype, torch.float32}:
+        narrow = {n: x if x is None else x.to(weights if "weight" in n else dtype) for n, x in args.items()}
+        exact = {n: x if x is None else x.double() for n, x in narrow.items()}
+        found = zip(gated(narrow, "triton", **options), gated(exact, "reference", **options), strict=True)
+        for got, want in found:
+            width = want.shape[-1]
+            for one, other in zip(got.double().view(-1, width), want.view(-1, width), strict=True):
+                close(one, other, OP[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("case", NORM_GATE)
+def test_norm_gate(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_triton, "PARTS", 2)  # programs with several tiles
+    sizes, options = NORM_GATE[case]
+    gates_agree(norm_inputs(2, **sizes), dtype, **options)
+
+
+@dtypes
+@pytest.mark.parametrize("gate_norm", [False, True])
+def test_norm_gate_of_zero_and_huge_rows(gate_norm: bool, dtype: torch.dtype) -> None:
+    args = norm_inputs(4, tokens=2, width=20, gate_norm=gate_norm)
+    sizes = torch.tensor([0, 1e15, 1, 1e-15])[:, None, None]
+    gates_agree({**args, "x": args["x"] * sizes, "gate": args["gate"] * sizes.flip(0)}, dtype, activation="silu")
+
+
+def test_norm_gate_of_strided_rows_as_torch_sees_it() -> None:
+    args = norm_inputs(2, tokens=3, width=5, gate_norm=True, dtype=torch.float32)
+    strided = {n: x.repeat_interleave(2, dim=-1)[..., ::2] for n, x in args.items() if x is not None}
+    options: dict[str, Any] = {"activation": "silu", "eps": 1e-6}
+    close(norm_gate(**strided, **options, backend="triton"), norm_gate(**args, **options), OP[torch.float32])
+    given = *strided.values(), True, 2.0, 1e-6
+    for operator, inputs in ((norm_triton._gated, given), (norm_triton._gradient, (args["x"], *given))):
+        found = torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="holds rows of up to 8192 on chip, got 8193"):
+        norm_gate(torch.ones(8193), None, torch.ones(8193), **options, backend="triton")

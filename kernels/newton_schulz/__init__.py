@@ -13,11 +13,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, expect, select
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, expect, select, triton_refuses
+
+MAX_NARROW = 64
+"""Widest Gram matrix that the Triton backend holds on the chip; a wider one is for a library's matrix products."""
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    narrow = min(problem.sizes["M"], problem.sizes["N"])
+    if narrow > MAX_NARROW:
+        return f"holds the Gram matrix of a narrower side of up to {MAX_NARROW} on chip, got {narrow}"
+    return triton_refuses(problem)
+
 
 OP = Op(
     name="newton_schulz",
     backends=(
+        Backend("triton", "memzoo.kernels.newton_schulz.triton:newton_schulz", _triton_refuses),
         Backend("chunked", "memzoo.kernels.newton_schulz.chunked:newton_schulz"),
         Backend("reference", "memzoo.kernels.newton_schulz.reference:newton_schulz"),
     ),
@@ -30,9 +42,9 @@ def newton_schulz(x: Tensor, *, steps: int = 5, backend: str = "auto") -> Tensor
     """Orthogonalise each matrix approximately.
 
     Args:
-        x: matrices `[..., M, N]` of any shape, float32 or float64.
+        x: matrices `[..., M, N]` of any shape, float32 or float64; of norms below 1e19 in float32, for the squares.
         steps: iterations; 0 returns `x` as it is, neither scaled nor turned.
-        backend: `"auto"`, `"chunked"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
     Returns:
         `[..., M, N]` in the dtype of `x`. It has first derivatives only.

@@ -60,7 +60,9 @@ def _factors(unit: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor], list
     """`G_n`, `P_n` and `Q_{n+1}` for every step n."""
     a, b, c = QUINTIC
     gram = unit @ unit.mT
-    grams, factors, products = [gram], list[Tensor](), list[Tensor]()
+    grams: list[Tensor] = [gram]
+    factors: list[Tensor] = []
+    products: list[Tensor] = []
     for step in range(steps):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=-2, dim2=-1).add_(a)

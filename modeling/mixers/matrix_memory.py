@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import cast
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import new_tail
@@ -32,7 +33,6 @@ from memzoo.modeling.mixers.features import unit_length, widened
 
 SEGMENT = 512
 """Tokens of a piece between the projections; a multiple of the rules' chunk."""
-GATE: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class MatrixState(NamedTuple):
@@ -73,8 +73,8 @@ class MatrixMemory(Mixer):
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
         self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend) if self.has_conv else None
         self.norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
-        self.output_gate = config.output_gate
-        if self.output_gate is not None:
+        self.gating = None if config.output_gate is None else gating(config, config.output_gate)
+        if self.gating is not None:
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
         self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
 
@@ -96,7 +96,7 @@ class MatrixMemory(Mixer):
 
     def forward(self, x: Tensor, step: Step, state: MatrixState | None) -> tuple[Tensor, MatrixState]:
         projected = self.qkv_proj(x)
-        gate = None if self.output_gate is None else self.gate_proj(x)
+        gate = None if self.gating is None else self.gate_proj(x)
         pieces = split((projected, gate, *self.controls(x)), SEGMENT)
         steps = step.split(x.shape[1], SEGMENT)
         weights = None if self.conv is None else self.conv.weight, self.norm.weight
@@ -123,9 +123,11 @@ class MatrixMemory(Mixer):
         qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
         qk, v = qk.unflatten(-1, (2, self.heads, -1)), v.unflatten(-1, (self.heads, -1))
         y, state = self.memorize(qk, v, controls, step, state)
-        y = F.rms_norm(cast(y, weights[1].dtype), (self.value_dim,), weights[1], self.norm.eps).flatten(2)
-        if gate is not None:
-            y = y * GATE[self.output_gate](gate)
+        y = cast(y, weights[1].dtype)
+        if gate is None or self.gating is None:
+            y = F.rms_norm(y, (self.value_dim,), weights[1], self.norm.eps).flatten(2)
+        else:
+            y = norm_gate(y, weights[1], gate, **self.gating)
         return cast(y, dtype), state
 
     def _begin(self, like: Tensor) -> MatrixState:
@@ -159,6 +161,11 @@ class MatrixMemory(Mixer):
         if self.axis == "key":
             return [k * mask.to(k.dtype) for k in keys], values
         return list(keys), values * mask.to(values.dtype)
+
+
+def gating(config: PreTrainedConfig, activation: str) -> dict[str, Any]:
+    """Options of `norm_gate`, in which a mixer's output ends."""
+    return {"activation": activation, "eps": config.rms_norm_eps, "backend": config.kernel_backend}
 
 
 class DecayGate(nn.Module):
