@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from accelerate import dispatch_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -166,3 +167,13 @@ def test_presets_can_be_built_on_the_meta_device(
     assert sum(p.numel() for p in model.parameters()) == parameters
     with pytest.raises(ValueError, match=r"unknown size '9b'; expected one of"):
         config_class.preset("9b")
+
+
+@pytest.mark.parametrize("name", ["titans-lmm-e1", "titans-mag-e1", "retnet-e1"])
+@torch.no_grad()
+def test_blocks_may_lie_on_the_disk(name: str, tmp_path: Path) -> None:
+    """From where accelerate fetches the weights of a module that is called, among them the norms of fused outputs."""
+    model, ids = zoo.build(name).eval(), zoo.tokens(1, 5)
+    want = model(ids).logits
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    assert torch.equal(dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)(ids).logits, want)

@@ -72,7 +72,7 @@ class MatrixMemory(Mixer):
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
         self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend) if self.has_conv else None
-        self.norm = nn.RMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.norm = FusedRMSNorm(self.value_dim, eps=config.rms_norm_eps)
         self.gating = None if config.output_gate is None else gating(config, config.output_gate)
         if self.gating is not None:
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
@@ -99,7 +99,7 @@ class MatrixMemory(Mixer):
         gate = None if self.gating is None else self.gate_proj(x)
         pieces = split((projected, gate, *self.controls(x)), SEGMENT)
         steps = step.split(x.shape[1], SEGMENT)
-        weights = None if self.conv is None else self.conv.weight, self.norm.weight
+        weights = None if self.conv is None else self.conv.weight, self.norm()
         begun = self._begin(projected) if state is None else state
         y, new_state = scan(
             self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)]
@@ -161,6 +161,16 @@ class MatrixMemory(Mixer):
         if self.axis == "key":
             return [k * mask.to(k.dtype) for k in keys], values
         return list(keys), values * mask.to(values.dtype)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """A norm that is computed together with what follows; a call gives its weight.
+
+    It is a call because accelerate, where it keeps weights on a disk, brings in those of the module that is called.
+    """
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        return self.weight
 
 
 def gating(config: PreTrainedConfig, activation: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from memzoo.kernels.norm_gate import norm_gate
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
-from memzoo.modeling.mixers.matrix_memory import gating
+from memzoo.modeling.mixers.matrix_memory import FusedRMSNorm, gating
 
 MakeMemory = Callable[[PreTrainedConfig], Any]
 """Makes a memory: a module with what `DeepMemory` shows, `heads`, `key_dim`, `value_dim`, `begin`, `contents`,
@@ -53,17 +53,18 @@ class MemoryOutput(nn.Module):
     def __init__(self, config: PreTrainedConfig, heads: int, value_dim: int, gate: str | None) -> None:
         super().__init__()
         width = config.hidden_size
-        self.norm = nn.RMSNorm(value_dim, eps=config.rms_norm_eps)
+        self.norm = FusedRMSNorm(value_dim, eps=config.rms_norm_eps)
         self.gating = None if gate is None else gating(config, gate)
         if gate is not None:
             self.gate_proj = nn.Linear(width, heads * value_dim, bias=False)
         self.o_proj = nn.Linear(heads * value_dim, width, bias=False)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        y = y.unflatten(-1, (-1, self.norm.normalized_shape[0]))
+        weight = self.norm()
+        y = y.unflatten(-1, (-1, *weight.shape))
         if self.gating is None:
-            return self.o_proj(self.norm(y).flatten(-2))
-        return self.o_proj(norm_gate(y, self.norm.weight, self.gate_proj(x), **self.gating))
+            return self.o_proj(F.rms_norm(y, weight.shape, weight, self.norm.eps).flatten(-2))
+        return self.o_proj(norm_gate(y, weight, self.gate_proj(x), **self.gating))
 
 
 class BranchGate(nn.Module):
@@ -76,14 +77,14 @@ class BranchGate(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         width = config.num_attention_heads * config.head_dim
-        self.attention_norm = None if config.memory_skip else nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.memory_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.attention_norm = None if config.memory_skip else FusedRMSNorm(width, eps=config.rms_norm_eps)
+        self.memory_norm = FusedRMSNorm(width, eps=config.rms_norm_eps)
         self.gating = {**gating(config, "sigmoid"), "scale": 2 if config.memory_skip else 1}
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
-        weight = None if self.attention_norm is None else self.attention_norm.weight
-        return self.o_proj(norm_gate(y, weight, m, self.memory_norm.weight, **self.gating))
+        weight = None if self.attention_norm is None else self.attention_norm()
+        return self.o_proj(norm_gate(y, weight, m, self.memory_norm(), **self.gating))
 
 
 def branch_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
