@@ -127,12 +127,12 @@ def deep(
     rule = deep_memory.Rule("gelu", residual=True, l2=True, max_norm=10.0)
     outputs, kept = deep_memory.forward(inputs, rule, with_backward=True)
     deep_memory.backward(inputs, rule, kept, outputs)
-    q, v, gate = (x[0, :, :1] for x in (inputs.query, inputs.value, meta(1, rows, 1)))
+    q, v, gate = inputs.query[0, :, :1], inputs.value[0, :, :1], meta(rows)
     x0, x1, d1, row = (meta(rows, held, d) for d in (key_dim, hidden, value_dim, 1))
-    at, block = meta(rows, dtype=torch.int64), meta(rows, 1)
+    recent, block = (meta(rows, window - 1, d) for d in (key_dim, value_dim)), meta(rows, 1)
     deep_memory.one_token(
-        *(q, q, v, gate, gate, gate, at, None, up, down, up, down, x0, x1, x1, d1),
-        *(row[..., 0], row[..., 0], block, block, block, *rule),
+        *(q, q, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
+        *(up, down, up, down, x0, x1, x1, d1, row[..., 0], row[..., 0], block, block, block, *recent, [0], *rule),
     )
 
 
