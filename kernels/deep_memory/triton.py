@@ -36,6 +36,7 @@ One token: weights and momentum (the weights three times, from the cache) and th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +48,41 @@ from memzoo.kernels.deep_memory import DeepMemoryState, chunked
 from memzoo.kernels.deep_memory.chunk import Network
 from memzoo.kernels.deep_memory.walk import Ends, Tensors
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
-from memzoo.kernels.registry import cast, mixed_precision
-from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, product, tile, wanted
+from memzoo.kernels.registry import mixed_precision
+from memzoo.kernels.triton_support import chip_of, contiguous, fresh, gradients_like, launch, product, tile, wanted
 
 ANCHOR_BYTES = 1 << 28
 """Of anchors that an inference keeps at a time."""
-UNITS = {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "ends_back": 32, "step": 32}
-"""Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room."""
+UNITS = {
+    "sm_80": {"walk": 16, "read": 16, "read_back": 16, "query_back": 16, "walk_back": 16, "ends_back": 32, "step": 32},
+    "sm_90": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 16, "ends_back": 32, "step": 32},
+    "gfx942": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "ends_back": 32, "step": 32},
+}
+"""Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room. The
+products of sm_80 take both factors from registers, and so do those of float32; in bfloat16 those of sm_90 one or both
+from shared memory. gfx942 has twice the registers where its four waves share them with no others: so few warps."""
+WARPS = {"sm_80": 8, "sm_90": 8, "gfx942": 4}
+
+
+def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
+    """`launch` with the tile and the options of the chip. One that is not listed is like its elder: sm_12x, whose
+    products are those of sm_80, like that, and sm_100 like sm_90."""
+    name = kernel.__name__.removesuffix("_kernel")
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    chip = chip_of(tensors[0].device)
+    like = "sm_90" if any(x.dtype == torch.bfloat16 for x in tensors) else "sm_80"
+    if chip.startswith(("sm_8", "sm_12", "gfx")):
+        like = "gfx942" if chip.startswith("gfx") else "sm_80"
+    launch(
+        kernel,
+        counts,
+        num_warps=4 if name in ("ends_back", "step") else WARPS[like],
+        num_stages=1,  # a second copy of the tiles in flight would take what registers there are
+        # Those with the longest loops have their instructions ordered for few registers.
+        options={"sched4reg": True} if name in ("query_back", "walk_back") and like != "gfx942" else {},
+        BU=tile(arguments["U"], UNITS[like][name]),
+        **arguments,
+    )
 
 
 # The activations, see `activations.py` -------------------------------------------------------------------------------
@@ -928,7 +957,11 @@ def walk_back_kernel(
             tl.store(p_dslot_write + i * R + row, d_slot_write * clip, mask=m_end)
         tl.debug_barrier()
 
-        # The inner gradients. Of a row that was held nothing goes further back.
+        # The inner gradients. Of a row that was held nothing goes further back. What is loaded again takes no registers
+        # in between.
+        d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
+        if DEPTH == 2:
+            k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         is_new = (row < R) & ((row >= held) | (here > 0))
         d_norm = tl.zeros([BR], tl.float32)  # of the square of the gradient's norm, times 2
         square_k = tl.zeros([BR], tl.float32)
@@ -980,7 +1013,6 @@ def walk_back_kernel(
                 store_rows(p_dw, d_w, v_column, unit, U, v_column < V, U)
         store_rows(p_dvalue + i * R * V, -d_error, row, v_column, V, row < R, V)
         tl.debug_barrier()
-        # Loaded again, as a factor that comes from memory takes no registers in the loop.
         d_error = -load_rows(p_dvalue + i * R * V, row, v_column, V, row < R, V)
         for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
             unit = columns(i_u, BU)
@@ -997,6 +1029,7 @@ def walk_back_kernel(
         tl.debug_barrier()
 
         if DEPTH == 2:
+            k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
             d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
             d_k += k.to(tl.float32) * (d_norm * square_d0)[:, None]
             for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
@@ -1198,7 +1231,9 @@ def _shifted(p_old, p_new, p_last, width, HALO: tl.constexpr, BH: tl.constexpr, 
         column = columns(i_c, B)
         old = load_rows(p_old + width, row, column, width, row < HALO - 1, width)
         last = tl.load(p_last + column, mask=column < width, other=0.0).to(tl.float32)
-        store_rows(p_new, tl.where((row == HALO - 1)[:, None], last[None, :], old), row, column, width, row < HALO, width)
+        store_rows(
+            p_new, tl.where((row == HALO - 1)[:, None], last[None, :], old), row, column, width, row < HALO, width
+        )
 
 
 @triton.jit
@@ -1304,12 +1339,13 @@ def step_kernel(
     )
     if HALO > 0:
         p_recent_key, p_recent_value = p_recent_key + i * HALO * K, p_recent_value + i * HALO * V
-        for at in range(tl.where(place == 0, HALO, 0)):
+        for index in range(tl.where(place == 0, HALO, 0)):
+            before = tl.cast(index, tl.int64)
             if DEPTH == 2:
-                p_x0_here, p_d0_here = p_x0 + at * K, p_d0 + at * PARTS * U
+                p_x0_here, p_d0_here = p_x0 + before * K, p_d0 + before * PARTS * U
             _learn(
-                *(p_recent_key + at * K, p_recent_value + at * V, position, p_up, p_down),
-                *(p_x0_here, p_x1 + at * U, p_d0_here, p_d1 + at * V),
+                *(p_recent_key + before * K, p_recent_value + before * V, position, p_up, p_down),
+                *(p_x0_here, p_x1 + before * U, p_d0_here, p_d1 + before * V),
                 *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
             )
         _shifted(p_recent_key, p_new_recent_key + i * HALO * K, p_key, K, HALO, BH, BK)
@@ -1551,11 +1587,9 @@ def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tenso
         some = inputs.part(low, high)
         kept = Kept(up, down, up_slot, down_slot, **{**factors, "x": factors["x"] if outs else some.units})
         _walk(some, kept, run, rule, sizes)
-        launch(
+        _launch(
             read_kernel,
             (high - low, rows),
-            num_warps=8,
-            num_stages=1,
             p_query=some.query,
             p_key=some.key,
             p_write=some.write,
@@ -1569,7 +1603,6 @@ def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tenso
             p_y=y[low:high],
             M=rows,
             RESIDUAL=rule.residual,
-            BU=tile(sizes["U"], UNITS["read"]),
             **sizes,
         )
         if high < count:
@@ -1582,11 +1615,9 @@ def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tenso
 
 def _walk(inputs: Inputs, kept: Kept, run: list[Tensor], rule: Rule, sizes: dict[str, Any]) -> None:
     count, rows = inputs.query.shape[:2]
-    launch(
+    _launch(
         walk_kernel,
         (rows,),
-        num_warps=8,
-        num_stages=1,
         p_key=inputs.key,
         p_value=inputs.value,
         p_open=inputs.is_open,
@@ -1614,7 +1645,6 @@ def _walk(inputs: Inputs, kept: Kept, run: list[Tensor], rule: Rule, sizes: dict
         ENDS=inputs.done is not None,
         RESIDUAL=rule.residual,
         L2=rule.l2,
-        BU=tile(sizes["U"], UNITS["walk"]),
         **sizes,
     )
 
@@ -1648,8 +1678,6 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         "p_d1": kept.d1,
         "p_norms": kept.norms,
         "M": rows,
-        "num_warps": 8,
-        "num_stages": 1,
     }
     layers: dict[str, Any] = {
         "p_up": kept.up,
@@ -1674,7 +1702,7 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         "p_dquery": d_inputs.query,
     }
     BE = 1 if sizes["E"] == 1 else tile(sizes["E"], 64)
-    launch(
+    _launch(
         read_back_kernel,
         (count, rows),
         p_up=kept.up,
@@ -1684,14 +1712,13 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dkeep=d_inputs.keep,
         p_dread=d_inputs.momentum_read,
         p_dx=d_x,
-        BU=tile(sizes["U"], UNITS["read_back"]),
         BE=BE,
         **last,
         **queries,
         **shared,
         **sizes,
     )
-    launch(
+    _launch(
         query_back_kernel,
         (count, rows),
         p_dkey=d_inputs.key,
@@ -1699,13 +1726,12 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dd0=d_d0,
         p_dd1=d_d1,
         p_dclip=d_clip,
-        BU=tile(sizes["U"], UNITS["query_back"]),
         **layers,
         **queries,
         **shared,
         **{name: size for name, size in sizes.items() if name != "ACTIVATION"},
     )
-    launch(
+    _launch(
         walk_back_kernel,
         (rows,),
         p_open=inputs.is_open,
@@ -1734,17 +1760,14 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         HELD=inputs.held is not None,
         ENDS=inputs.done is not None,
         L2=rule.l2,
-        BU=tile(sizes["U"], UNITS["walk_back"]),
         **layers,
         **last,
         **shared,
         **{name: size for name, size in sizes.items() if name != "BC"},
     )
-    launch(
+    _launch(
         ends_back_kernel,
         (count, rows),
-        num_warps=4,
-        num_stages=1,
         p_done=inputs.done,
         **_memory(kept),
         p_dup=d_up,
@@ -1756,7 +1779,6 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dslot=d_inputs.momentum_keep_end,
         M=rows,
         ENDS=inputs.done is not None,
-        BU=tile(sizes["U"], UNITS["ends_back"]),
         BE=BE,
         **{name: sizes[name] for name in ("K", "V", "U", "E", "DEPTH", "PARTS", "MOMENTUM", "BK", "BV")},
     )
@@ -1783,10 +1805,9 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
     recent, new_recent = (old[5:], new[5:7]) if recent_key.shape[1] else ([None] * 2, [None] * 2)
     y = torch.empty_like(value)
     (rows, held), units, blocks, halo = write.shape, down.shape[2], keep.shape[1], recent_key.shape[1]
-    launch(
+    _launch(
         step_kernel,
         (rows,),
-        num_stages=1,
         p_query=query,
         p_key=key,
         p_value=value,
@@ -1840,7 +1861,6 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         BH=tile(halo, 64),
         BK=tile(key.shape[2], 128),
         BV=tile(value.shape[2], 128),
-        BU=tile(units, UNITS["step"]),
         BE=triton.next_power_of_2(blocks),
     )
     return y, *new
@@ -2009,10 +2029,10 @@ _one = torch.library.custom_op(
     one_token,
     mutates_args=("up", "down", "up_slot", "down_slot", "x0", "x1", "d0", "d1"),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? log_retention, Tensor? log_momentum, Tensor step_size, "
-    "Tensor? window_gate, Tensor position, Tensor(a!)? up, Tensor(b!) down, Tensor(c!)? up_slot, Tensor(d!)? down_slot, "
-    "Tensor(e!)? x0, Tensor(f!) x1, Tensor(g!)? d0, Tensor(h!) d1, Tensor write, Tensor momentum_write, "
-    "Tensor weight_keep, Tensor momentum_read, Tensor momentum_keep, Tensor recent_keys, Tensor recent_values, "
-    f"int[] unlock, {_RULE}) -> ({', '.join(['Tensor'] * 9)})",
+    "Tensor? window_gate, Tensor position, Tensor(a!)? up, Tensor(b!) down, Tensor(c!)? up_slot, "
+    "Tensor(d!)? down_slot, Tensor(e!)? x0, Tensor(f!) x1, Tensor(g!)? d0, Tensor(h!) d1, Tensor write, "
+    "Tensor momentum_write, Tensor weight_keep, Tensor momentum_read, Tensor momentum_keep, Tensor recent_keys, "
+    f"Tensor recent_values, int[] unlock, {_RULE}) -> ({', '.join(['Tensor'] * 9)})",
 )
 
 
