@@ -181,7 +181,7 @@ def fingerprint(op: str) -> str:
         functions[f"{function.module}.{function.__name__}"] = function.src
         called = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
         found += [x for x in called if isinstance(x, JITFunction) and f"{x.module}.{x.__name__}" not in functions]
-    return hashlib.sha256(repr(sorted(functions.items())).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(functions.items())).encode()).hexdigest()[:16]
 
 
 def source(launch: Launch) -> ASTSource:
@@ -239,42 +239,40 @@ def _tool(name: str, *arguments: str) -> str:
 def rows(op: str, targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first."""
     classes = ({}, WIDE) if wide and op not in ("short_conv", "deep_memory") else ({},)
-    for sizes, name, target in itertools.product(classes, dtypes, targets):
+    made_of = fingerprint(op)
+    for name, sizes, target in itertools.product(dtypes, classes, targets):
         for launch in launches(op, DTYPES[name], target, **sizes):
-            yield {"op": op, "inputs": name, "target": target, **program(launch), **resources(compiled(launch, target))}
+            of = {"op": op, "source": made_of, "inputs": name, "target": target}
+            yield {**of, **program(launch), **resources(compiled(launch, target))}
 
 
-def write(path: Path, sources: dict[str, str], found: list[dict[str, Any]]) -> None:
+def write(path: Path, found: list[dict[str, Any]]) -> None:
     """Beside and renamed."""
     beside = path.with_suffix(".part")
-    head = json.dumps({"triton": triton.__version__, "tools": tools(), "sources": sources})
+    tools = {name: getattr(triton.knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")}
+    head = json.dumps({"triton": triton.__version__, "tools": tools})
     text = ",\n  ".join(json.dumps(row) for row in found)
     beside.write_text(f'{head[:-1]}, "kernels": [\n  {text}\n]}}\n')
     beside.replace(path)
 
 
-def tools() -> dict[str, str]:
-    """Versions of the assemblers."""
-    return {name: getattr(triton.knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="the record; what it says of other ops stays")
+    parser.add_argument("--json", type=Path, help="the record; what it says of other ops, dtypes and targets stays")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--wide", action="store_true", help="also heads as wide as those of a 1.3B model")
     args = parser.parse_args()
-    for op in args.ops:
+    for op, name in itertools.product(args.ops, args.dtypes):
         found = []
-        for row in rows(op, args.targets, args.dtypes, args.wide):
+        for row in rows(op, args.targets, [name], args.wide):
             print(row, flush=True)
             found.append(row)
         if args.json:
-            record = json.loads(args.json.read_text()) if args.json.exists() else {"sources": {}, "kernels": []}
-            others = [row for row in record["kernels"] if row["op"] != op]
-            write(args.json, {**record["sources"], op: fingerprint(op)}, others + found)
+            before = json.loads(args.json.read_text())["kernels"] if args.json.exists() else []
+            others = [x for x in before if (x["op"], x["inputs"]) != (op, name) or x["target"] not in args.targets]
+            write(args.json, others + found)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
         counts,
         num_warps=4 if name in ("ends_back", "step") else WARPS[like],
         num_stages=1,  # a second copy of the tiles in flight would take what registers there are
-        # Those with the longest loops have their instructions ordered for few registers.
-        options={"sched4reg": True} if name in ("query_back", "walk_back") and like != "gfx942" else {},
+        # Its two accumulators leave little: instructions are ordered for few registers.
+        options={"sched4reg": True} if name == "query_back" and like == "sm_80" and chip.startswith("sm_") else {},
         BU=tile(arguments["U"], UNITS[like][name]),
         **arguments,
     )
@@ -747,6 +747,7 @@ def query_back_kernel(
                     d_q += product(d_kept, s)
                     store_rows(p_dup_slot + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
         tl.debug_barrier()  # what follows is made and loaded again, so that it takes no registers in the loop
+        q = load_rows(p_query + i * C * K, token, k_column, K, token < C, K)
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         write = load_rows(p_write + i * C * R, token, row, R, token < C, R) * clip[None, :]
         d_write = -d_weighted * product(q, tl.trans(k))
@@ -835,13 +836,13 @@ def walk_back_kernel(
     row = tl.arange(0, BR).to(tl.int64)
     k_column, v_column = columns(0, BK), columns(0, BV)
     like: tl.constexpr = p_d1.dtype.element_ty
-    done = tl.cast(count, tl.int64)
-    if ENDS:
-        done = tl.load(p_done + i_m)
-    held = tl.cast(0, tl.int64)
-    if HELD:
-        held = tl.load(p_held + i_m)
     for step in tl.range(count, disable_licm=True):
+        done = tl.cast(count, tl.int64)
+        if ENDS:
+            done = tl.load(p_done + i_m)
+        held = tl.cast(0, tl.int64)
+        if HELD:
+            held = tl.load(p_held + i_m)
         n = count - 1 - tl.cast(step, tl.int64)
         i = n * M + i_m
         here = _spread(n, row)
@@ -960,6 +961,7 @@ def walk_back_kernel(
         # The inner gradients. Of a row that was held nothing goes further back. What is loaded again takes no registers
         # in between.
         d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
+        clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
         if DEPTH == 2:
             k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         is_new = (row < R) & ((row >= held) | (here > 0))
@@ -1013,7 +1015,7 @@ def walk_back_kernel(
                 store_rows(p_dw, d_w, v_column, unit, U, v_column < V, U)
         store_rows(p_dvalue + i * R * V, -d_error, row, v_column, V, row < R, V)
         tl.debug_barrier()
-        d_error = -load_rows(p_dvalue + i * R * V, row, v_column, V, row < R, V)
+        d_v = load_rows(p_dvalue + i * R * V, row, v_column, V, row < R, V)  # of the error but for the sign
         for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
             unit = columns(i_u, BU)
             x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
@@ -1021,9 +1023,9 @@ def walk_back_kernel(
             d_x += x.to(tl.float32) * (d_norm * square_d1)[:, None]
             if L2:
                 w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
-                d_x += product(d_error, w)
+                d_x -= product(d_v, w)
                 p_dw = p_ddown + o_down
-                d_w = load_rows(p_dw, v_column, unit, U, v_column < V, U) + product(tl.trans(d_error), x)
+                d_w = load_rows(p_dw, v_column, unit, U, v_column < V, U) - product(tl.trans(d_v), x)
                 store_rows(p_dw, d_w, v_column, unit, U, v_column < V, U)
             store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
         tl.debug_barrier()
