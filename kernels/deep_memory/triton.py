@@ -10,8 +10,10 @@ state are those of the chunked backend, made by torch before and after. What dep
   there; they leave each chunk's share of its anchor's gradient.
 - `walk_back`, a program per row and head, from the last chunk to the first: the backward of `walk`, from the stored
   anchors and factors.
-- `step`, a program per row and head: a single token without autograd. It writes a row of factors; torch makes the next
-  anchor where a token completes a chunk, and asks each time whether one does: no step can be part of a CUDA graph.
+- `ends_back`, a program per chunk, all at once: what the walk's coefficients at the ends of chunks get.
+- `step`, a program per row and head: a single token without autograd. It writes a row of factors and, where the token
+  completes a chunk, the next anchor over the old one. Which rows do, it asks their positions on the device: the host
+  asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph.
 
 So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. The
 hidden units meet only in sums, so every kernel goes through them in tiles of `UNITS`, several times where such a sum
@@ -21,8 +23,10 @@ the key's coordinates. The bound multiplies coefficients, never rows.
 On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much as the registers of a multiprocessor,
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
-tiles are chosen for bfloat16 on sm_90, where `walk_back` spills 160 bytes a thread and the others none. On sm_80, whose
-products take their operands from registers, all but `step` spill, up to 856 bytes; float32, without tensor cores, more.
+tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
+for 8 bytes a thread of `walk_back` on sm_80. What helps: loops from which the compiler lifts nothing (`disable_licm`),
+factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, does spill.
+`benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
