@@ -11,11 +11,10 @@ tf32), of bfloat16 ones on tensor cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +92,11 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 2,
-    options: Mapping[str, int] = MappingProxyType({}),
+    sched4reg: int = 0,
     **arguments: Any,
 ) -> None:
-    """Start a kernel in as many programs as the product of `counts`; `options` are those of the chip's compiler.
+    """Start a kernel in as many programs as the product of `counts`; with `sched4reg` instructions are ordered for few
+    registers, by a compiler for NVIDIA's chips.
 
     Raises:
         ValueError: tensors that lie on no GPU outside of the interpreter, on several devices, more programs than a
@@ -109,6 +109,7 @@ def launch(
         raise ValueError(f"{name}: expected tensors on one device, got {sorted({str(x.device) for x in tensors})}.")
     if programs > MAX_PROGRAMS:
         raise ValueError(f"{name}: expected at most {MAX_PROGRAMS} programs, got {programs}; cut the batch.")
+    options = {**({"sched4reg": True} if sched4reg else {}), "num_warps": num_warps, "num_stages": num_stages}
     if _record is not None:
         _record.append(
             Launch(kernel, programs, arguments, {**options, "num_warps": num_warps, "num_stages": num_stages})
@@ -120,9 +121,9 @@ def launch(
         )
     elif programs > 0:
         if INTERPRETED.value:
-            options = {}
+            options.pop("sched4reg", None)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else on the current one
-            kernel[(programs,)](**arguments, **options, num_warps=num_warps, num_stages=num_stages)
+            kernel[(programs,)](**arguments, **options)
 
 
 def tile(size: int, most: int, least: int = 16) -> int:

@@ -83,7 +83,7 @@ def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
         num_warps=4 if name in ("ends_back", "step") else WARPS[like],
         num_stages=1,  # a second copy of the tiles in flight would take what registers there are
         # Its two accumulators leave little: instructions are ordered for few registers.
-        options={"sched4reg": True} if name == "query_back" and like == "sm_80" and chip.startswith("sm_") else {},
+        sched4reg=name == "query_back" and like == "sm_80" and chip.startswith("sm_"),
         BU=tile(arguments["U"], UNITS[like][name]),
         **arguments,
     )
