@@ -111,16 +111,14 @@ def launch(
         raise ValueError(f"{name}: expected at most {MAX_PROGRAMS} programs, got {programs}; cut the batch.")
     options = {**({"sched4reg": True} if sched4reg else {}), "num_warps": num_warps, "num_stages": num_stages}
     if _record is not None:
-        _record.append(
-            Launch(kernel, programs, arguments, {**options, "num_warps": num_warps, "num_stages": num_stages})
-        )
+        _record.append(Launch(kernel, programs, arguments, options))
     elif device.type != "cuda" and not INTERPRETED.value:
         raise ValueError(
             f"{name}: expected tensors on a GPU, got {device}. Set TRITON_INTERPRET=1 before triton is imported to run "
             "kernels on the CPU, or choose kernel_backend='chunked'."
         )
     elif programs > 0:
-        if INTERPRETED.value:
+        if INTERPRETED.value or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # which do not know it
             options.pop("sched4reg", None)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else on the current one
             kernel[(programs,)](**arguments, **options)
