@@ -25,7 +25,7 @@ and are not held there: tiles of them come from the second-level cache, where th
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
 tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
 for 8 bytes a thread of `walk_back` on sm_80. What helps: loops from which the compiler lifts nothing (`disable_licm`),
-factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, does spill.
+factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, spills up to 584.
 `benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
@@ -74,16 +74,17 @@ def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
     name = kernel.__name__.removesuffix("_kernel")
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     chip = chip_of(tensors[0].device)
-    like = "sm_90" if any(x.dtype == torch.bfloat16 for x in tensors) else "sm_80"
-    if chip.startswith(("sm_8", "sm_12", "gfx")):
-        like = "gfx942" if chip.startswith("gfx") else "sm_80"
+    is_narrow = any(x.dtype == torch.bfloat16 for x in tensors)
+    like = "sm_90" if is_narrow and not chip.startswith(("sm_8", "sm_12")) else "sm_80"
+    if chip.startswith("gfx"):
+        like = "gfx942"
     launch(
         kernel,
         counts,
         num_warps=4 if name in ("ends_back", "step") else WARPS[like],
         num_stages=1,  # a second copy of the tiles in flight would take what registers there are
-        # Its two accumulators leave little: instructions are ordered for few registers.
-        sched4reg=name == "query_back" and like == "sm_80" and chip.startswith("sm_"),
+        # Its two accumulators leave little: instructions are ordered for few registers. In float32 that takes more.
+        sched4reg=name == "query_back" and like == "sm_80" and is_narrow,
         BU=tile(arguments["U"], UNITS[like][name]),
         **arguments,
     )
