@@ -25,8 +25,8 @@ and are not held there: tiles of them come from the second-level cache, where th
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
 tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
 for 8 bytes a thread of `walk_back` on sm_80. What helps: loops from which the compiler lifts nothing (`disable_licm`),
-factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, spills up to 584.
-`benchmarks/results/triton_resources.json` has the numbers.
+factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, spills up to
+584 bytes. `benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
