@@ -5,7 +5,8 @@
 Every model reads the same token ids, each in a process of its own, so that its peak memory is its own, and the cases
 take turns, so that a drift of the machine meets all of them. Speed is tokens per CPU second (`time.process_time`) in
 the fastest of `--repeat` rounds, each after a warm-up: what else a machine does only ever makes a round slower. On a
-GPU it is tokens per second between two CUDA events. Memory is the peak resident size (on a GPU: allocated), and its
+GPU it is tokens per second between two CUDA events, in the median round, and the ops' kernels are timed one by one
+(`kernel_speed.py`). Memory is the peak resident size (on a GPU: allocated), and its
 increase over the size after the imports, which the ratios compare; on Linux the processes branch off one that has done
 the imports, so pages of libraries that a case never touches do not count. Every registered architecture is measured;
 `VARIANTS` says in which configurations.
@@ -20,6 +21,7 @@ import math
 import multiprocessing
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kernel_speed
 import psutil
 import torch
 import torch.utils._pytree as pytree
@@ -273,6 +276,11 @@ def timed(work: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last) / 1000
 
 
+def typical(seconds: list[float], device: str) -> float:
+    """Of several rounds: the fastest of a CPU, which nothing makes too fast; the median of a GPU."""
+    return min(seconds) if device == "cpu" else statistics.median(seconds)
+
+
 def resident_bytes(device: str) -> int:
     return psutil.Process().memory_info().rss if device == "cpu" else torch.cuda.memory_allocated()
 
@@ -437,7 +445,7 @@ def trained(names: list[str], tokens: int, args: argparse.Namespace) -> list[dic
         for name, row in rows.items():
             row["seconds"] += apart(train, name, tokens, False, args.device)["seconds"]
     for row in rows.values():
-        row["tokens_per_second"] = tokens / min(row["seconds"])
+        row["tokens_per_second"] = tokens / typical(row["seconds"], args.device)
     return list(rows.values())
 
 
@@ -456,7 +464,7 @@ def decoded(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
             for pool, row in rows:
                 row["seconds"].append(pool.submit(_decode, row["context"]).result())
     for _, row in rows:
-        row["ms_per_token"] = 1000 * min(row["seconds"]) / STEPS
+        row["ms_per_token"] = 1000 * typical(row["seconds"], args.device) / STEPS
     return [row for _, row in rows]
 
 
@@ -467,14 +475,15 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     decoding = decoded(names, args)
     peers = [name for name in names if CASES[name].peer]
     for row in training:
-        row["matrix_rate_fraction"] = row["flops"] / min(row["seconds"]) / rate
+        row["matrix_rate_fraction"] = row["flops"] / typical(row["seconds"], args.device) / rate
         rivals = [x for x in training if x["case"] in peers and x["tokens"] == row["tokens"]]
         row["speed_ratio"] = {x["case"]: row["tokens_per_second"] / x["tokens_per_second"] for x in rivals}
         row["memory_ratio"] = {x["case"]: row["increase_bytes"] / max(1, x["increase_bytes"]) for x in rivals}
     for row in decoding:
         rivals = [x for x in decoding if x["case"] in peers and x["context"] == row["context"]]
         row["speed_ratio"] = {x["case"]: x["ms_per_token"] / row["ms_per_token"] for x in rivals}
-    return {"matrix_rate": rate, "training": training, "decoding": decoding}
+    found = {"matrix_rate": rate, "training": training, "decoding": decoding}
+    return found if args.device == "cpu" else {**found, "kernels": apart(kernel_speed.on_gpu, args.device)}
 
 
 def promises(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -541,6 +550,7 @@ def report(results: dict[str, Any], device: str) -> str:
     parts = [f"Product of two 1024 x 1024 matrices: {results['matrix_rate'] / 1e9:.1f} GFlop/s"]
     parts += [table(columns, rows) for columns, rows in ((train_columns, training), (decode_columns, decoding)) if rows]
     lines = [f"{'holds ' if x['holds'] else 'MISSED'}  {x['value']:6.2f}  {x['promise']}" for x in results["promises"]]
+    parts += [kernel_speed.lines(results["kernels"])] if "kernels" in results else []
     return "\n\n".join([*parts, "\n".join(lines) or "These sizes measure no promise."])
 
 
@@ -562,6 +572,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--check", action="store_true", help="fail unless promises are measured and all hold")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.backends.cuda.is_built():
+        parser.error(f"--device cuda: expected a torch built for a GPU, got {torch.__version__}; install one on a GPU")
     if min([args.repeat, *args.tokens, *args.contexts]) < 1:
         parser.error("expected --repeat, --tokens and --contexts of at least 1")
     installed = [name for name in peers if importlib.util.find_spec(CASES[name].package)]

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
-from memzoo.kernels import triton_support
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.linear_attention import triton as linear_attention
@@ -97,17 +97,28 @@ def deep(
     hidden: int | None = None,
     chunk_size: int = 64,
     window: int = 1,
+    blocks: int = 1,
+    layers: int = 2,
+    gated: bool = False,
+    taken_up: bool = False,
 ) -> None:
-    """A memory of two layers, with rows that stop inside a chunk."""
+    """Rows that stop inside a chunk and, if `taken_up`, begin inside one."""
     chunks, rows, held = -(-tokens // chunk_size), batch * heads, chunk_size + window - 1
-    hidden = 4 * key_dim if hidden is None else hidden
-    per_token, per_end = meta(chunks, rows, chunk_size, 1), meta(chunks, rows, 1)
-    up, down = meta(rows, hidden, key_dim), meta(rows, value_dim, hidden)
+    units = key_dim if layers == 1 else 4 * key_dim if hidden is None else hidden
+    outs = units * (2 if gated else 1)
+    per_token, per_end = meta(chunks, rows, chunk_size, blocks), meta(chunks, rows, blocks)
+    up, down = None if layers == 1 else meta(rows, outs, key_dim), meta(rows, value_dim, units)
+    x0, x1, d0, d1, row = (meta(rows, held, d) for d in (key_dim, units, outs, value_dim, 1))
+    count = meta(rows, dtype=torch.int64)
+    query, key, value = (
+        meta(chunks, rows, length, width, dtype=dtype)
+        for length, width in ((chunk_size, key_dim), (held, key_dim), (held, value_dim))
+    )
     inputs = deep_memory.Inputs(
-        query=meta(chunks, rows, chunk_size, key_dim, dtype=dtype),
-        key=meta(chunks, rows, held, key_dim, dtype=dtype),
-        value=meta(chunks, rows, held, value_dim, dtype=dtype),
-        units=None,
+        query=query,
+        key=key,
+        value=value,
+        units=key if layers == 1 else None,
         keep=per_token,
         momentum_read=per_token,
         write=meta(chunks, rows, chunk_size, held),
@@ -119,22 +130,23 @@ def deep(
         down=down,
         up_slot=up,
         down_slot=down,
-        held_x=None,
-        held_d0=None,
-        held_d1=None,
-        is_open=None,
-        held=None,
-        done=meta(rows, dtype=torch.int64),
+        held_x=x1 if taken_up and layers == 2 else None,
+        held_d0=d0 if taken_up and layers == 2 else None,
+        held_d1=d1 if taken_up else None,
+        is_open=meta(chunks, rows, held, blocks) if blocks > 1 and layers == 2 else None,
+        held=count if taken_up else None,
+        done=count,
     )
-    rule = deep_memory.Rule("gelu", residual=True, l2=True, max_norm=10.0)
+    rule = deep_memory.Rule("gelu", residual=value_dim <= key_dim, l2=True, max_norm=10.0)
     outputs, kept = deep_memory.forward(inputs, rule, with_backward=True)
     deep_memory.backward(inputs, rule, kept, outputs)
-    q, v, gate = (x[0, :, :1] for x in (inputs.query, inputs.value, meta(1, rows, 1)))
-    x0, x1, d1, row = (meta(rows, held, d) for d in (key_dim, hidden, value_dim, 1))
-    at, block = meta(rows, dtype=torch.int64), meta(rows, 1)
+    q, k, v, gate = query[0, :, :1], key[0, :, :1], value[0, :, :1], meta(rows)
+    recent, block = (meta(rows, window - 1, d) for d in (key_dim, value_dim)), meta(rows, blocks)
+    first = (x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)
     deep_memory.one_token(
-        *(q, q, v, gate, gate, gate, at, None, up, down, up, down, x0, x1, x1, d1),
-        *(row[..., 0], row[..., 0], block, block, block, *rule),
+        *(q, k, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
+        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent),
+        *([64 * i for i in range(blocks)], *rule),
     )
 
 
@@ -163,22 +175,14 @@ OPS: dict[str, Callable[..., None]] = {
     "norm_gate": gate,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
-MODULES = {
-    "short_conv": short_conv,
-    "linear_attention": linear_attention,
-    "delta_rule": delta_rule,
-    "deep_memory": deep_memory,
-    "newton_schulz": newton_schulz,
-    "norm_gate": norm_gate,
-}
 WIDE = {"key_dim": 256, "value_dim": 256}
 """Heads as wide as those of a 1.3B model; some ops have none, and the kernels of deep memories and of Newton-Schulz
 refuse them."""
 
 
-def launches(op: str, dtype: torch.dtype, **sizes: int) -> list[Launch]:
-    """What the op's host code would start, forward, backward and decoding; each program once."""
-    with recorded() as record:
+def launches(op: str, dtype: torch.dtype, target: str = "sm_90", **sizes: int) -> list[Launch]:
+    """What the op's host code would start on a chip, forward, backward and decoding; each program once."""
+    with recorded(target) as record:
         OPS[op](dtype, **sizes)
     return list({repr(program(launch)): launch for launch in record}.values())
 
@@ -190,22 +194,41 @@ def program(launch: Launch) -> dict[str, Any]:
 
 
 def fingerprint(op: str) -> str:
-    """Of the text of all functions that the op's kernels can be made of."""
-    functions = {}
-    for module in (triton_support, linear_attention, MODULES[op]):
-        functions |= {f"{module.__name__}.{n}": x.src for n, x in vars(module).items() if isinstance(x, JITFunction)}
-    return hashlib.sha256(repr(sorted(functions.items())).encode()).hexdigest()
+    """Of the text of all functions that the op's kernels are made of."""
+    functions: dict[str, str] = {}
+    found = [launch.kernel for launch in launches(op, torch.bfloat16)]
+    while found:
+        function = found.pop()
+        functions[f"{function.module}.{function.__name__}"] = function.src
+        called = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
+        found += [x for x in called if isinstance(x, JITFunction) and f"{x.module}.{x.__name__}" not in functions]
+    return hashlib.sha256(repr(sorted(functions.items())).encode()).hexdigest()[:16]
+
+
+def source(launch: Launch) -> ASTSource:
+    types, constants, attributes = launch.signature()
+    return ASTSource(launch.kernel, types, constants, attributes)
 
 
 def compiled(launch: Launch, target: str) -> Any:
-    types, constants, attributes = launch.signature()
-    source = ASTSource(launch.kernel, types, constants, attributes)
-    return triton.compile(source, target=TARGETS[target], options=launch.options)
+    return triton.compile(source(launch), target=TARGETS[target], options=launch.options)
 
 
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers a thread, bytes spilled, shared memory and matrix instructions of a compiled kernel."""
-    found = {"shared": kernel.metadata.shared}
+def first_form(launch: Launch, target: str) -> str:
+    """What Triton makes of the source, before any of its passes: the part of a compilation that costs little."""
+    backend = make_backend(TARGETS[target])
+    options = backend.parse_options({**launch.options})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    makers = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(source(launch).make_ir(TARGETS[target], options, *makers, context))
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Registers a thread, bytes spilled, shared memory and matrix instructions of a compiled kernel, and a digest of
+    its machine code."""
+    found: dict[str, Any] = {"shared": kernel.metadata.shared}
     if "cubin" in kernel.asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
@@ -223,7 +246,10 @@ def resources(kernel: Any) -> dict[str, int]:
         matrix = r"\b(v_mfma)_"
     for name in re.findall(matrix, code):
         found[name] = found.get(name, 0) + 1
-    return found
+    instructions = re.findall(r"^ +/\*[0-9a-f]+\*/ +(.*?);", code, re.M) or re.findall(
+        r"^\t([a-z]\w+[^;\n]*)", code, re.M
+    )
+    return {**found, "code": hashlib.sha256("\n".join(instructions).encode()).hexdigest()[:16]}
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -231,32 +257,43 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def rows(targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
+def rows(op: str, targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first."""
-    for sizes, name, op in itertools.product(({}, WIDE) if wide else ({},), dtypes, OPS):
-        if sizes and op in ("short_conv", "deep_memory", "newton_schulz", "norm_gate"):
-            continue
-        for target, launch in itertools.product(targets, launches(op, DTYPES[name], **sizes)):
-            yield {"op": op, "inputs": name, "target": target, **program(launch), **resources(compiled(launch, target))}
+    classes = ({}, WIDE) if wide and op not in ("short_conv", "deep_memory", "newton_schulz", "norm_gate") else ({},)
+    made_of = fingerprint(op)
+    for name, sizes, target in itertools.product(dtypes, classes, targets):
+        for launch in launches(op, DTYPES[name], target, **sizes):
+            of = {"op": op, "source": made_of, "inputs": name, "target": target}
+            yield {**of, **program(launch), **resources(compiled(launch, target))}
+
+
+def write(path: Path, found: list[dict[str, Any]]) -> None:
+    """Beside and renamed."""
+    beside = path.with_suffix(".part")
+    tools = {name: getattr(triton.knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")}
+    head = json.dumps({"triton": triton.__version__, "tools": tools})
+    text = ",\n  ".join(json.dumps(row) for row in found)
+    beside.write_text(f'{head[:-1]}, "kernels": [\n  {text}\n]}}\n')
+    beside.replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="the record; what it says of other ops, dtypes and targets stays")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--wide", action="store_true", help="also heads as wide as those of a 1.3B model")
     args = parser.parse_args()
-    found = []
-    for row in rows(args.targets, args.dtypes, args.wide):
-        print(row, flush=True)
-        found.append(row)
-    if args.json:
-        beside = args.json.with_suffix(".part")
-        head = json.dumps({"triton": triton.__version__, "sources": {op: fingerprint(op) for op in OPS}})
-        text = ",\n  ".join(json.dumps(row) for row in found)
-        beside.write_text(f'{head[:-1]}, "kernels": [\n  {text}\n]}}\n')
-        beside.replace(args.json)
+    for op, name in itertools.product(args.ops, args.dtypes):
+        found = []
+        for row in rows(op, args.targets, [name], args.wide):
+            print(row, flush=True)
+            found.append(row)
+        if args.json:
+            before = json.loads(args.json.read_text())["kernels"] if args.json.exists() else []
+            others = [x for x in before if (x["op"], x["inputs"]) != (op, name) or x["target"] not in args.targets]
+            write(args.json, others + found)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     """Tensors, sizes and compile-time constants, by the kernel's names."""
     options: dict[str, int]
-    """`num_warps`, `num_stages`."""
+    """`num_warps`, `num_stages`, and what else the chip's compiler takes."""
 
     def signature(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list]]:
         """Types, constants and attributes for `triton.compiler.ASTSource`; torch's tensors start at 16-byte lines."""
@@ -55,21 +56,47 @@ class Launch(NamedTuple):
 
 
 _record: list[Launch] | None = None
+_chip: str | None = None
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Keep launches in a list instead of starting them."""
-    global _record
-    before, _record = _record, []
+def recorded(chip: str = "sm_90") -> Iterator[list[Launch]]:
+    """Keep launches in a list instead of starting them, as host code would choose them on a chip."""
+    global _record, _chip
+    before, (_record, _chip) = (_record, _chip), ([], chip)
     try:
         yield _record
     finally:
-        _record = before
+        _record, _chip = before
 
 
-def launch(kernel: Any, counts: Sequence[int], *, num_warps: int = 4, num_stages: int = 2, **arguments: Any) -> None:
-    """Start a kernel in as many programs as the product of `counts`.
+def chip_of(device: torch.device) -> str:
+    """The chip that tiles are chosen for: `"sm_90"`, `"gfx942"`, ...; the interpreter takes those of `"sm_90"`."""
+    if _chip is not None:
+        return _chip
+    if device.type != "cuda":
+        return "sm_90"
+    return _chip_at(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _chip_at(index: int) -> str:
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+
+
+def launch(
+    kernel: Any,
+    counts: Sequence[int],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    sched4reg: int = 0,
+    **arguments: Any,
+) -> None:
+    """Start a kernel in as many programs as the product of `counts`; with `sched4reg` instructions are ordered for few
+    registers, by a compiler for NVIDIA's chips.
 
     Raises:
         ValueError: tensors that lie on no GPU outside of the interpreter, on several devices, more programs than a
@@ -82,16 +109,19 @@ def launch(kernel: Any, counts: Sequence[int], *, num_warps: int = 4, num_stages
         raise ValueError(f"{name}: expected tensors on one device, got {sorted({str(x.device) for x in tensors})}.")
     if programs > MAX_PROGRAMS:
         raise ValueError(f"{name}: expected at most {MAX_PROGRAMS} programs, got {programs}; cut the batch.")
+    options = {**({"sched4reg": True} if sched4reg else {}), "num_warps": num_warps, "num_stages": num_stages}
     if _record is not None:
-        _record.append(Launch(kernel, programs, arguments, {"num_warps": num_warps, "num_stages": num_stages}))
+        _record.append(Launch(kernel, programs, arguments, options))
     elif device.type != "cuda" and not INTERPRETED.value:
         raise ValueError(
             f"{name}: expected tensors on a GPU, got {device}. Set TRITON_INTERPRET=1 before triton is imported to run "
             "kernels on the CPU, or choose kernel_backend='chunked'."
         )
     elif programs > 0:
+        if INTERPRETED.value or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # which do not know it
+            options.pop("sched4reg", None)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # else on the current one
-            kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=num_stages)
+            kernel[(programs,)](**arguments, **options)
 
 
 def tile(size: int, most: int, least: int = 16) -> int:

@@ -2,7 +2,7 @@
 
 Every tensor of a layer's state has the batch first, so that beams, repeats and selections act on all of it alike, and
 rows may stand at different positions. A model's forward returns new states and the cache takes them at its end: an
-error on the way leaves the cache as it was.
+error on the way leaves the cache as it was (but for a decoding step by Triton, which may have written to it).
 """
 
 from __future__ import annotations

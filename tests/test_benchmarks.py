@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from scripts import load
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import memzoo
+from memzoo.kernels.linear_attention import linear_attention
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
 
@@ -87,6 +89,53 @@ def test_promises_are_judged(benchmark: ModuleType, good: bool) -> None:
     assert [x["holds"] for x in found] == [good] * 5
     cost = 100.0 / window["tokens_per_second"]
     assert [x["value"] for x in found] == pytest.approx([speed, memory, cost, rival, far["ms_per_token"]])
+
+
+def test_a_gpu_is_asked_for_in_vain(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark.torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--device", "cuda"])
+    assert "expected a torch built for a GPU" in capsys.readouterr().err
+    monkeypatch.setattr(benchmark.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"expected a GPU that torch .* got none"):
+        benchmark.kernel_speed.device_timer("cuda")
+
+
+def test_kernels_are_checked_then_timed(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another backend and a clock that says 1, 2, 3, ... microseconds."""
+    kernels, calls = benchmark.kernel_speed, []
+
+    def timer(work: Callable[[], object]) -> float:
+        work()
+        calls.append(work)
+        return 1e-6 * (1 + (len(calls) - 1) % 3)
+
+    shape = kernels.Shape(batch=1, tokens=16, heads=1, key_dim=8, value_dim=8)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    rows = kernels.measure(timer, "NVIDIA H100 80GB", "cpu", "chunked", shape, rounds=3)
+    assert [row["work"] for row in rows] == [work.name for work in kernels.works(shape, "cpu")]
+    assert len(calls) == 3 * len(rows)
+    for row in rows:
+        assert 0 < row["error"] <= kernels.BOUND
+        assert row["seconds"] == 2e-6
+        floor = max(row["bytes"] / 3.35e12, row["operations"] / 989e12)
+        assert row["roofline_fraction"] == pytest.approx(floor / 2e-6)
+        assert row["work"] in kernels.lines(rows)
+    bare = {name: x for name, x in rows[0].items() if name != "roofline_fraction"}
+    assert kernels.with_roofline(bare, "a chip of another kind") == bare
+    wrong = kernels.works(shape, "cpu")[1]
+    wrong = wrong._replace(
+        rule=lambda backend, **x: (linear_attention(**x)[0] * (1 if backend == "chunked" else 2), None)
+    )
+    with pytest.raises(ValueError, match="RetNet: expected an error of at most"):
+        kernels.measured(wrong, "triton", timer, 1)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+    peer = kernels.works(shape, "cpu")[1]._replace(rival=lambda x: linear_attention(**x)[0])
+    assert kernels.measured(peer, "chunked", timer, 1)["rival_seconds"] > 0
+    with pytest.raises(ValueError, match="RetNet by flash-linear-attention: expected"):
+        kernels.measured(peer._replace(rival=lambda x: x["query"]), "chunked", timer, 1)
 
 
 @pytest.mark.slow

@@ -193,8 +193,9 @@ def deep_memory(
         log_retention: log of the keep factor, `[B, T, H]`, in `[-inf, 0]`; `None` keeps everything.
         log_momentum: log of the momentum decay, `[B, T, H]`, in `[-inf, 0]`; `None` for plain gradient descent.
         step_size: inner step size, `[B, T, H]`, at least 0.
-        state: from `initial_state` or from an earlier call. Without gradients a call with one token may write its row
-            into the state's buffers: copy a state from which two texts shall go on.
+        state: from `initial_state` or from an earlier call. Without gradients a call with one token may write into the
+            state's buffers, its row and (by Triton, where it completes a chunk) the next anchor: go on from the state
+            that is returned, and copy one from which two texts shall go on.
         chunk_size: C, at least 1.
         window_gate: weight of the gradient of the token j before, `[B, T, H, c]`, at least 0; `None` for c = 1 and a
             weight of 1. A state with `halo` 0 lets a window end at the chunk's start.

@@ -10,8 +10,10 @@ state are those of the chunked backend, made by torch before and after. What dep
   there; they leave each chunk's share of its anchor's gradient.
 - `walk_back`, a program per row and head, from the last chunk to the first: the backward of `walk`, from the stored
   anchors and factors.
-- `step`, a program per row and head: a single token without autograd. It writes a row of factors; torch makes the next
-  anchor where a token completes a chunk, and asks each time whether one does: no step can be part of a CUDA graph.
+- `ends_back`, a program per chunk, all at once: what the walk's coefficients at the ends of chunks get.
+- `step`, a program per row and head: a single token without autograd. It writes a row of factors and, where the token
+  completes a chunk, the next anchor over the old one. Which rows do, it asks their positions on the device: the host
+  asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph.
 
 So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. The
 hidden units meet only in sums, so every kernel goes through them in tiles of `UNITS`, several times where such a sum
@@ -21,8 +23,10 @@ the key's coordinates. The bound multiplies coefficients, never rows.
 On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much as the registers of a multiprocessor,
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
-tiles are chosen for bfloat16 on sm_90, where `walk_back` spills 160 bytes a thread and the others none. On sm_80, whose
-products take their operands from registers, all but `step` spill, up to 856 bytes; float32, without tensor cores, more.
+tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
+for 8 bytes a thread of `walk_back` on sm_80. What helps: loops from which the compiler lifts nothing (`disable_licm`),
+factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, spills up to
+584 bytes. `benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
@@ -35,6 +39,8 @@ One token: weights and momentum (the weights three times, from the cache) and th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,13 +52,42 @@ from memzoo.kernels.deep_memory import DeepMemoryState, chunked
 from memzoo.kernels.deep_memory.chunk import Network
 from memzoo.kernels.deep_memory.walk import Ends, Tensors
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
-from memzoo.kernels.registry import cast, mixed_precision
-from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, product, tile, wanted
+from memzoo.kernels.registry import mixed_precision
+from memzoo.kernels.triton_support import chip_of, contiguous, fresh, gradients_like, launch, product, tile, wanted
 
 ANCHOR_BYTES = 1 << 28
 """Of anchors that an inference keeps at a time."""
-UNITS = {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "step": 32}
-"""Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room."""
+UNITS = {
+    "sm_80": {"walk": 16, "read": 16, "read_back": 16, "query_back": 16, "walk_back": 16, "ends_back": 32, "step": 32},
+    "sm_90": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 16, "ends_back": 32, "step": 32},
+    "gfx942": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "ends_back": 32, "step": 32},
+}
+"""Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room. The
+products of sm_80 take both factors from registers, and so do those of float32; in bfloat16 those of sm_90 one or both
+from shared memory. gfx942 has twice the registers where its four waves share them with no others: so few warps."""
+WARPS = {"sm_80": 8, "sm_90": 8, "gfx942": 4}
+
+
+def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
+    """`launch` with the tile and the options of the chip. One that is not listed is like its elder: sm_12x, whose
+    products are those of sm_80, like that, and sm_100 like sm_90."""
+    name = kernel.__name__.removesuffix("_kernel")
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    chip = chip_of(tensors[0].device)
+    is_narrow = any(x.dtype == torch.bfloat16 for x in tensors)
+    like = "sm_90" if is_narrow and not chip.startswith(("sm_8", "sm_12")) else "sm_80"
+    if chip.startswith("gfx"):
+        like = "gfx942"
+    launch(
+        kernel,
+        counts,
+        num_warps=4 if name in ("ends_back", "step") else WARPS[like],
+        num_stages=1,  # a second copy of the tiles in flight would take what registers there are
+        # Its two accumulators leave little: instructions are ordered for few registers. In float32 that takes more.
+        sched4reg=name == "query_back" and like == "sm_80" and is_narrow,
+        BU=tile(arguments["U"], UNITS[like][name]),
+        **arguments,
+    )
 
 
 # The activations, see `activations.py` -------------------------------------------------------------------------------
@@ -65,8 +100,13 @@ def _tanh(h):
 
 @triton.jit
 def _below(h):
-    """The normal distribution function."""
-    return 0.5 * (1 + tl.erf(h * 0.7071067811865476))
+    """The normal distribution function, within 1.5e-7. Source: Abramowitz and Stegun, Handbook of Mathematical
+    Functions, 7.1.26. Unlike a library's `erf` it does not branch for each number, which costs registers and time."""
+    size = tl.abs(h)
+    t = 1 / (1 + 0.2316418882 * size)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail *= 0.5 * tl.exp(-0.5 * size * size)
+    return tl.where(h < 0, tail, 1 - tail)
 
 
 @triton.jit
@@ -156,10 +196,19 @@ def _spread(n, like):
 
 
 @triton.jit
+def _of_blocks(p, unit, U: tl.constexpr, E: tl.constexpr):
+    """Of coefficients per block those of the units, `[BU]`; one number where E = 1, which takes one register."""
+    if E == 1:
+        found = tl.zeros_like(unit).to(tl.float32) + tl.load(p)
+    else:
+        found = tl.load(p + _block(unit, U, E), mask=unit < U, other=0.0)
+    return found
+
+
+@triton.jit
 def _at_end(p, unit, n, done, otherwise, U: tl.constexpr, E: tl.constexpr):
     """The units' coefficients `[BU]` at the end of chunk n, from one per block; `otherwise` if the row stops in it."""
-    found = tl.load(p + _block(unit, U, E), mask=unit < U, other=0.0)
-    return tl.where(_spread(n, unit) < done, found, otherwise)
+    return tl.where(_spread(n, unit) < done, _of_blocks(p, unit, U, E), otherwise)
 
 
 @triton.jit
@@ -703,6 +752,7 @@ def query_back_kernel(
                     d_q += product(d_kept, s)
                     store_rows(p_dup_slot + o_up, product(tl.trans(d_kept), q), at, k_column, K, unit < U, K)
         tl.debug_barrier()  # what follows is made and loaded again, so that it takes no registers in the loop
+        q = load_rows(p_query + i * C * K, token, k_column, K, token < C, K)
         k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         write = load_rows(p_write + i * C * R, token, row, R, token < C, R) * clip[None, :]
         d_write = -d_weighted * product(q, tl.trans(k))
@@ -750,9 +800,6 @@ def walk_back_kernel(
     p_dvalue,
     p_dwrite,
     p_dslot_write,
-    p_dkeep,
-    p_dread,
-    p_dslot,
     p_dheld_x,
     p_dheld_d0,
     p_dheld_d1,
@@ -784,24 +831,23 @@ def walk_back_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BU: tl.constexpr,
-    BE: tl.constexpr,
 ):
-    """The backward of `walk_kernel`, but for what the residual gives the keys.
+    """The backward of `walk_kernel`, but for what the residual gives the keys and the next anchor its coefficients.
 
     What `read_back_kernel` has left in the gradients of factors, keys and anchors is added to; the gradient of the
     anchor after the last chunk is given. `p_dvalue` takes that of the values; with one layer `p_dx` that of the inputs.
     """
     i_m = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BR).to(tl.int64)
-    k_column, v_column, block = columns(0, BK), columns(0, BV), columns(0, BE)
+    k_column, v_column = columns(0, BK), columns(0, BV)
     like: tl.constexpr = p_d1.dtype.element_ty
-    done = tl.cast(count, tl.int64)
-    if ENDS:
-        done = tl.load(p_done + i_m)
-    held = tl.cast(0, tl.int64)
-    if HELD:
-        held = tl.load(p_held + i_m)
-    for step in range(count):
+    for step in tl.range(count, disable_licm=True):
+        done = tl.cast(count, tl.int64)
+        if ENDS:
+            done = tl.load(p_done + i_m)
+        held = tl.cast(0, tl.int64)
+        if HELD:
+            held = tl.load(p_held + i_m)
         n = count - 1 - tl.cast(step, tl.int64)
         i = n * M + i_m
         here = _spread(n, row)
@@ -809,53 +855,37 @@ def walk_back_kernel(
         is_running = (row < R) & (here == done)
         o_up, o_down = i * PARTS * U * K, i * V * U
         o_up_next, o_down_next = (i + M) * PARTS * U * K, (i + M) * V * U
-        # The step from this anchor to the next: the anchor itself, and its coefficients,
-        d_keep = tl.zeros([1, BE], tl.float32)
-        d_read = tl.zeros([1, BE], tl.float32)
-        d_slot = tl.zeros([1, BE], tl.float32)
-        for i_u in range(tl.cdiv(U, BU)):
+        # The step from this anchor to the next: the anchor itself,
+        for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
             unit, m_v = columns(i_u, BU), v_column < V
             keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
-            w = load_rows(p_down + o_down, v_column, unit, U, m_v, U)
             d_w = load_rows(p_ddown + o_down_next, v_column, unit, U, m_v, U)
-            of_keep = tl.sum(w * d_w, axis=0)
             kept = d_w * keep[None, :] + load_rows(p_ddown + o_down, v_column, unit, U, m_v, U)
             store_rows(p_ddown + o_down, kept, v_column, unit, U, m_v, U)
             if MOMENTUM:
                 read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
                 slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
-                s = load_rows(p_down_slot + o_down, v_column, unit, U, m_v, U)
                 d_s = load_rows(p_ddown_slot + o_down_next, v_column, unit, U, m_v, U)
-                of_read = tl.sum(s * d_w, axis=0)
-                of_slot = tl.sum(s * d_s, axis=0)
                 kept = d_s * slot[None, :] + d_w * read[None, :]
                 kept += load_rows(p_ddown_slot + o_down, v_column, unit, U, m_v, U)
                 store_rows(p_ddown_slot + o_down, kept, v_column, unit, U, m_v, U)
-            if DEPTH == 2:
+        if DEPTH == 2:
+            for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
+                unit = columns(i_u, BU)
+                keep = _at_end(p_keep + i * E, unit, n, done, 1.0, U, E)
+                if MOMENTUM:
+                    read = _at_end(p_read + i * E, unit, n, done, 0.0, U, E)
+                    slot = _at_end(p_slot + i * E, unit, n, done, 1.0, U, E)
                 for part in tl.static_range(PARTS):
                     at = unit * PARTS + part
-                    w = load_rows(p_up + o_up, at, k_column, K, unit < U, K)
                     d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K)
-                    of_keep += tl.sum(w * d_w, axis=1)
                     kept = d_w * keep[:, None] + load_rows(p_dup + o_up, at, k_column, K, unit < U, K)
                     store_rows(p_dup + o_up, kept, at, k_column, K, unit < U, K)
                     if MOMENTUM:
-                        s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K)
                         d_s = load_rows(p_dup_slot + o_up_next, at, k_column, K, unit < U, K)
-                        of_read += tl.sum(s * d_w, axis=1)
-                        of_slot += tl.sum(s * d_s, axis=1)
                         kept = d_s * slot[:, None] + d_w * read[:, None]
                         kept += load_rows(p_dup_slot + o_up, at, k_column, K, unit < U, K)
                         store_rows(p_dup_slot + o_up, kept, at, k_column, K, unit < U, K)
-            d_keep += _per_block(of_keep[None, :], unit, U, E, BE)
-            if MOMENTUM:
-                d_read += _per_block(of_read[None, :], unit, U, E, BE)
-                d_slot += _per_block(of_slot[None, :], unit, U, E, BE)
-        m_block = (block < E) & (_spread(n, block) < done)
-        tl.store(p_dkeep + i * E + block, tl.sum(d_keep, axis=0), mask=m_block)
-        if MOMENTUM:
-            tl.store(p_dread + i * E + block, tl.sum(d_read, axis=0), mask=m_block)
-            tl.store(p_dslot + i * E + block, tl.sum(d_slot, axis=0), mask=m_block)
         tl.debug_barrier()
 
         # what was written to its last layer,
@@ -873,7 +903,7 @@ def walk_back_kernel(
         if MOMENTUM:
             slot_write = tl.load(p_slot_write + i * R + row, mask=m_end, other=0.0) * clip
             d_slot_write = tl.zeros([BR], tl.float32)
-        for i_u in range(tl.cdiv(U, BU)):
+        for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
             unit, m_v = columns(i_u, BU), v_column < V
             x = load_rows(p_x + i * R * U, row, unit, U, row < R, U).to(tl.float32)
             d_w = load_rows(p_ddown + o_down_next, v_column, unit, U, m_v, U).to(like)
@@ -895,13 +925,14 @@ def walk_back_kernel(
             store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
         if HELD:
             store_rows(p_dheld_d1 + i_m * R * V, d_d1, row, v_column, V, is_held, V)
+        store_rows(p_dd1 + i * R * V, d_d1, row, v_column, V, row < R, V)
         tl.debug_barrier()
 
         # and to its first.
         if DEPTH == 2:
             k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
             d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
-            for i_u in range(tl.cdiv(U, BU)):
+            for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
                 unit = columns(i_u, BU)
                 for part in tl.static_range(PARTS):
                     at = unit * PARTS + part
@@ -932,7 +963,12 @@ def walk_back_kernel(
             tl.store(p_dslot_write + i * R + row, d_slot_write * clip, mask=m_end)
         tl.debug_barrier()
 
-        # The inner gradients. Of a row that was held nothing goes further back.
+        # The inner gradients. Of a row that was held nothing goes further back. What is loaded again takes no registers
+        # in between.
+        d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
+        clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
+        if DEPTH == 2:
+            k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
         is_new = (row < R) & ((row >= held) | (here > 0))
         d_norm = tl.zeros([BR], tl.float32)  # of the square of the gradient's norm, times 2
         square_k = tl.zeros([BR], tl.float32)
@@ -950,9 +986,10 @@ def walk_back_kernel(
             square_d1 = tl.sum(d1.to(tl.float32) * d1.to(tl.float32), axis=1)
             if DEPTH == 2:
                 square_k = tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        d_error = tl.where(is_new[:, None], d_d1, 0.0) + d1.to(tl.float32) * (d_norm * square_x)[:, None]
+        d_error = load_rows(p_dd1 + i * R * V, row, v_column, V, is_new, V).to(tl.float32)
+        d_error += d1.to(tl.float32) * (d_norm * square_x)[:, None]
         if DEPTH == 2:
-            for i_u in range(tl.cdiv(U, BU)):
+            for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
                 unit = columns(i_u, BU)
                 w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
                 back = product(d1, w)
@@ -982,27 +1019,29 @@ def walk_back_kernel(
                 d_w = load_rows(p_dw, v_column, unit, U, v_column < V, U) + product(tl.trans(d1), d_back)
                 store_rows(p_dw, d_w, v_column, unit, U, v_column < V, U)
         store_rows(p_dvalue + i * R * V, -d_error, row, v_column, V, row < R, V)
-        d_error = d_error.to(like)
+        tl.debug_barrier()
+        d_v = load_rows(p_dvalue + i * R * V, row, v_column, V, row < R, V)  # of the error but for the sign
+        for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
+            unit = columns(i_u, BU)
+            x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
+            d_x = load_rows(p_dx + i * R * U, row, unit, U, row < R, U).to(tl.float32)
+            d_x += x.to(tl.float32) * (d_norm * square_d1)[:, None]
+            if L2:
+                w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
+                d_x -= product(d_v, w)
+                p_dw = p_ddown + o_down
+                d_w = load_rows(p_dw, v_column, unit, U, v_column < V, U) - product(tl.trans(d_v), x)
+                store_rows(p_dw, d_w, v_column, unit, U, v_column < V, U)
+            store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
         tl.debug_barrier()
 
         if DEPTH == 2:
+            k = load_rows(p_key + i * R * K, row, k_column, K, row < R, K)
             d_k = load_rows(p_dkey + i * R * K, row, k_column, K, row < R, K).to(tl.float32)
             d_k += k.to(tl.float32) * (d_norm * square_d0)[:, None]
-        for i_u in range(tl.cdiv(U, BU)):
-            unit = columns(i_u, BU)
-            x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
-            d_x = x.to(tl.float32) * (d_norm * square_d1)[:, None]
-            if L2:
-                w = load_rows(p_down + o_down, v_column, unit, U, v_column < V, U).to(like)
-                d_x += product(d_error, w)
-                p_dw = p_ddown + o_down
-                d_w = load_rows(p_dw, v_column, unit, U, v_column < V, U) + product(tl.trans(d_error), x)
-                store_rows(p_dw, d_w, v_column, unit, U, v_column < V, U)
-            before = load_rows(p_dx + i * R * U, row, unit, U, row < R, U).to(tl.float32)
-            if DEPTH == 1:
-                store_rows(p_dx + i * R * U, before + d_x, row, unit, U, row < R, U)
-            else:
-                d_x = tl.where(is_new[:, None], before + d_x, 0.0)
+            for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
+                unit = columns(i_u, BU)
+                d_x = load_rows(p_dx + i * R * U, row, unit, U, is_new, U).to(tl.float32)
                 if E > 1:
                     d_x *= _of_units(p_open + i * R * E, row, unit, row < R, U, E)
                 a = _hidden(k, p_up + o_up, unit, 0, K, U, PARTS, BK)
@@ -1019,11 +1058,78 @@ def walk_back_kernel(
                     w = load_rows(p_up + o_up, at, k_column, K, unit < U, K).to(like)
                     d_k += product(d_h, w)
                     p_dw = p_dup + o_up
-                    d_w = load_rows(p_dw, at, k_column, K, unit < U, K) + product(tl.trans(d_h), k)
-                    store_rows(p_dw, d_w, at, k_column, K, unit < U, K)
-        if DEPTH == 2:
+                    d_w = tl.trans(load_rows(p_dw, at, k_column, K, unit < U, K)) + product(tl.trans(k), d_h)
+                    store_rows(p_dw, tl.trans(d_w), at, k_column, K, unit < U, K)
             store_rows(p_dkey + i * R * K, d_k, row, k_column, K, row < R, K)
         tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["M"])
+def ends_back_kernel(
+    p_done,
+    p_up,
+    p_down,
+    p_up_slot,
+    p_down_slot,
+    p_dup,
+    p_ddown,
+    p_dup_slot,
+    p_ddown_slot,
+    p_dkeep,
+    p_dread,
+    p_dslot,
+    M,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    ENDS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """The gradients of the coefficients of a chunk's anchor in the next one, from both and the next one's gradient."""
+    i = tl.program_id(0).to(tl.int64)
+    k_column, v_column, block = columns(0, BK), columns(0, BV), columns(0, BE)
+    o_up, o_down = i * PARTS * U * K, i * V * U
+    o_up_next, o_down_next = (i + M) * PARTS * U * K, (i + M) * V * U
+    d_keep = tl.zeros([1, BE], tl.float32)
+    d_read = tl.zeros([1, BE], tl.float32)
+    d_slot = tl.zeros([1, BE], tl.float32)
+    for i_u in tl.range(tl.cdiv(U, BU), disable_licm=True):
+        unit, m_v = columns(i_u, BU), v_column < V
+        w = load_rows(p_down + o_down, v_column, unit, U, m_v, U)
+        d_w = load_rows(p_ddown + o_down_next, v_column, unit, U, m_v, U)
+        of_keep = tl.sum(w * d_w, axis=0)
+        if MOMENTUM:
+            s = load_rows(p_down_slot + o_down, v_column, unit, U, m_v, U)
+            of_read = tl.sum(s * d_w, axis=0)
+            of_slot = tl.sum(s * load_rows(p_ddown_slot + o_down_next, v_column, unit, U, m_v, U), axis=0)
+        if DEPTH == 2:
+            for part in tl.static_range(PARTS):
+                at = unit * PARTS + part
+                w = load_rows(p_up + o_up, at, k_column, K, unit < U, K)
+                d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K)
+                of_keep += tl.sum(w * d_w, axis=1)
+                if MOMENTUM:
+                    s = load_rows(p_up_slot + o_up, at, k_column, K, unit < U, K)
+                    of_read += tl.sum(s * d_w, axis=1)
+                    of_slot += tl.sum(s * load_rows(p_dup_slot + o_up_next, at, k_column, K, unit < U, K), axis=1)
+        d_keep += _per_block(of_keep[None, :], unit, U, E, BE)
+        if MOMENTUM:
+            d_read += _per_block(of_read[None, :], unit, U, E, BE)
+            d_slot += _per_block(of_slot[None, :], unit, U, E, BE)
+    m_block = block < E
+    if ENDS:
+        m_block = m_block & (_spread(i // M, block) < tl.load(p_done + i % M))
+    tl.store(p_dkeep + i * E + block, tl.sum(d_keep, axis=0), mask=m_block)
+    if MOMENTUM:
+        tl.store(p_dread + i * E + block, tl.sum(d_read, axis=0), mask=m_block)
+        tl.store(p_dslot + i * E + block, tl.sum(d_slot, axis=0), mask=m_block)
 
 
 # One token -----------------------------------------------------------------------------------------------------------
@@ -1037,6 +1143,119 @@ def _seen(k, p_up, unit, part, K: tl.constexpr, U: tl.constexpr, PARTS: tl.const
 
 
 @triton.jit
+def _is_open(position, block, E: tl.constexpr, UNLOCK: tl.constexpr):
+    """Whether each block is open to the token that `position` others precede, 1 or 0."""
+    found = tl.zeros_like(block).to(tl.float32) + 1
+    for e in tl.static_range(1, E):
+        found = tl.where((block == e) & (position < UNLOCK[e]), 0.0, found)
+    return found
+
+
+@triton.jit
+def _learn(
+    p_key,
+    p_value,
+    position,
+    p_up,
+    p_down,
+    p_x0,
+    p_x1,
+    p_d0,
+    p_d1,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    UNLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    L2: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """The factors of one token's gradient, each written to the row that is pointed to."""
+    k_column, v_column = columns(0, BK), columns(0, BV)
+    error = -tl.load(p_value + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+    if L2 and RESIDUAL:
+        error += tl.load(p_key + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+    if DEPTH == 2:
+        k = tl.load(p_key + k_column, mask=k_column < K, other=0.0).to(tl.float32)
+        tl.store(p_x0 + k_column, k, mask=k_column < K)
+    square_x = 0.0
+    for i_u in range(tl.cdiv(U, BU)):
+        unit = columns(i_u, BU)
+        is_open = _is_open(position, _block(unit, U, E), E, UNLOCK)
+        if DEPTH == 1:
+            x = tl.load(p_key + unit, mask=unit < U, other=0.0).to(tl.float32) * is_open
+        else:
+            x = _value(_seen(k, p_up, unit, 0, K, U, PARTS, BK), ACTIVATION) * is_open
+            if PARTS == 2:
+                x *= _seen(k, p_up, unit, 1, K, U, PARTS, BK)
+        tl.store(p_x1 + unit, x, mask=unit < U)
+        square_x += tl.sum(x * x, axis=0)
+        if L2:
+            w = load_rows(p_down, v_column, unit, U, v_column < V, U)
+            error += tl.sum(w * x[None, :], axis=1)
+    square = square_x * tl.sum(error * error, axis=0)
+    if DEPTH == 2:
+        square_d = 0.0
+        for i_u in range(tl.cdiv(U, BU)):
+            unit = columns(i_u, BU)
+            w = load_rows(p_down, v_column, unit, U, v_column < V, U)
+            back = tl.sum(w * error[:, None], axis=0) * _is_open(position, _block(unit, U, E), E, UNLOCK)
+            a = _seen(k, p_up, unit, 0, K, U, PARTS, BK)
+            d0 = back * _slope(a, ACTIVATION)
+            p_unit = p_d0 + unit * PARTS
+            if PARTS == 2:
+                d_gate = back * _value(a, ACTIVATION)
+                square_d += tl.sum(d_gate * d_gate, axis=0)
+                tl.store(p_unit + 1, d_gate, mask=unit < U)
+                d0 *= _seen(k, p_up, unit, 1, K, U, PARTS, BK)
+            square_d += tl.sum(d0 * d0, axis=0)
+            tl.store(p_unit, d0, mask=unit < U)
+        square += square_d * tl.sum(k * k, axis=0)
+    if MAX_NORM > 0:
+        clip = tl.rsqrt(tl.maximum(square / (MAX_NORM * MAX_NORM), 1.0))
+        error *= clip
+        if DEPTH == 2:
+            tl.debug_barrier()
+            for i_u in range(tl.cdiv(PARTS * U, BU)):
+                at = columns(i_u, BU)
+                d0 = tl.load(p_d0 + at, mask=at < PARTS * U, other=0.0)
+                tl.store(p_d0 + at, d0 * clip, mask=at < PARTS * U)
+    tl.store(p_d1 + v_column, error, mask=v_column < V)
+
+
+@triton.jit
+def _shifted(p_old, p_new, p_last, width, HALO: tl.constexpr, BH: tl.constexpr, B: tl.constexpr):
+    """Of the last `HALO` tokens one more and the first no longer."""
+    row = tl.arange(0, BH).to(tl.int64)
+    for i_c in range(tl.cdiv(width, B)):
+        column = columns(i_c, B)
+        old = load_rows(p_old + width, row, column, width, row < HALO - 1, width)
+        last = tl.load(p_last + column, mask=column < width, other=0.0).to(tl.float32)
+        store_rows(
+            p_new, tl.where((row == HALO - 1)[:, None], last[None, :], old), row, column, width, row < HALO, width
+        )
+
+
+@triton.jit
+def _outer(p_c, p_d, p_x, of_d, of_x, d_stride, x_stride, ROWS: tl.constexpr, D: tl.constexpr, X: tl.constexpr):
+    """`sum_r c_r d_r x_r^T` over all rows, `[of_d, of_x]`; in slices of 16, which take few registers."""
+    found = tl.zeros([of_d.shape[0], of_x.shape[0]], tl.float32)
+    for i_r in range(tl.cdiv(ROWS, 16)):
+        row = columns(i_r, 16)
+        c = tl.load(p_c + row, mask=row < ROWS, other=0.0)
+        d = load_rows(p_d, row, of_d, d_stride, row < ROWS, D) * c[:, None]
+        found += product(tl.trans(d), load_rows(p_x, row, of_x, x_stride, row < ROWS, X))
+    return found
+
+
+@triton.jit
 def step_kernel(
     p_query,
     p_key,
@@ -1044,8 +1263,8 @@ def step_kernel(
     p_retention,
     p_decay,
     p_step,
-    p_place,
-    p_open,
+    p_gate,
+    p_position,
     p_up,
     p_down,
     p_up_slot,
@@ -1059,17 +1278,26 @@ def step_kernel(
     p_keep,
     p_read,
     p_slot,
+    p_recent_key,
+    p_recent_value,
     p_new_write,
     p_new_slot_write,
     p_new_keep,
     p_new_read,
     p_new_slot,
+    p_new_recent_key,
+    p_new_recent_value,
+    p_new_position,
     p_y,
-    R: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HALO: tl.constexpr,
+    WINDOW: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     U: tl.constexpr,
     E: tl.constexpr,
+    UNLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     MOMENTUM: tl.constexpr,
@@ -1079,89 +1307,75 @@ def step_kernel(
     L2: tl.constexpr,
     MAX_NORM: tl.constexpr,
     BR: tl.constexpr,
+    BH: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BU: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """One token of a row, in float32: its factors, written to row `p_place` of the state's, the coefficients after it,
-    and what its query reads. With one layer the units are the key's coordinates, and `p_x1` are the inputs."""
+    """One token of a row, in float32: its factors, written to its row of the state's, the coefficients after it, and
+    what its query reads. With one layer the units are the key's coordinates, and `p_x1` are the inputs.
+
+    Before the first token of a chunk the `HALO` rows are made anew, at the chunk's anchor; after the last one the next
+    anchor takes the place of the old. Whether a token is one of them the program asks its row's position: the host
+    need not know. `UNLOCK` says after how many tokens each of `E > 1` blocks opens.
+    """
+    R: tl.constexpr = HALO + C
     i = tl.program_id(0).to(tl.int64)
     row, block = tl.arange(0, BR).to(tl.int64), columns(0, BE)
     k_column, v_column = columns(0, BK), columns(0, BV)
-    here = tl.load(p_place + i)
-    v = tl.load(p_value + i * V + v_column, mask=v_column < V, other=0.0).to(tl.float32)
-    error = -v
-    if L2 and RESIDUAL:
-        error += tl.load(p_key + i * K + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+    position = tl.load(p_position + i // H)
+    place = position % C
+    here = HALO + place
+    p_query, p_key, p_value = p_query + i * K, p_key + i * K, p_value + i * V
+    p_x1, p_d1 = p_x1 + i * R * U, p_d1 + i * R * V
+    p_down = p_down + i * V * U
+    p_x0_here, p_d0_here = p_x0, p_d0
+    if DEPTH == 2:
+        p_up, p_x0, p_d0 = p_up + i * PARTS * U * K, p_x0 + i * R * K, p_d0 + i * R * PARTS * U
+        p_x0_here, p_d0_here = p_x0 + here * K, p_d0 + here * PARTS * U
+    if MOMENTUM:
+        p_down_slot = p_down_slot + i * V * U
+        if DEPTH == 2:
+            p_up_slot = p_up_slot + i * PARTS * U * K
 
-    # Its gradient.
-    if DEPTH == 2:
-        k = tl.load(p_key + i * K + k_column, mask=k_column < K, other=0.0).to(tl.float32)
-        tl.store(p_x0 + (i * R + here) * K + k_column, k, mask=k_column < K)
-    square_x = 0.0
-    for i_u in range(tl.cdiv(U, BU)):
-        unit = columns(i_u, BU)
-        is_open = tl.where(unit < U, 1.0, 0.0)
-        if E > 1:
-            is_open = tl.load(p_open + i * E + _block(unit, U, E), mask=unit < U, other=0.0)
-        if DEPTH == 1:
-            x = tl.load(p_key + i * K + unit, mask=unit < U, other=0.0).to(tl.float32) * is_open
-        else:
-            x = _value(_seen(k, p_up + i * PARTS * U * K, unit, 0, K, U, PARTS, BK), ACTIVATION) * is_open
-            if PARTS == 2:
-                x *= _seen(k, p_up + i * PARTS * U * K, unit, 1, K, U, PARTS, BK)
-        tl.store(p_x1 + (i * R + here) * U + unit, x, mask=unit < U)
-        square_x += tl.sum(x * x, axis=0)
-        if L2:
-            w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
-            error += tl.sum(w * x[None, :], axis=1)
-    square = square_x * tl.sum(error * error, axis=0)
-    if DEPTH == 2:
-        square_d = 0.0
-        for i_u in range(tl.cdiv(U, BU)):
-            unit = columns(i_u, BU)
-            w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
-            back = tl.sum(w * error[:, None], axis=0)
-            if E > 1:
-                back *= tl.load(p_open + i * E + _block(unit, U, E), mask=unit < U, other=0.0)
-            a = _seen(k, p_up + i * PARTS * U * K, unit, 0, K, U, PARTS, BK)
-            d0 = back * _slope(a, ACTIVATION)
-            p_row = p_d0 + (i * R + here) * PARTS * U + unit * PARTS
-            if PARTS == 2:
-                d_gate = back * _value(a, ACTIVATION)
-                square_d += tl.sum(d_gate * d_gate, axis=0)
-                tl.store(p_row + 1, d_gate, mask=unit < U)
-                d0 *= _seen(k, p_up + i * PARTS * U * K, unit, 1, K, U, PARTS, BK)
-            square_d += tl.sum(d0 * d0, axis=0)
-            tl.store(p_row, d0, mask=unit < U)
-        square += square_d * tl.sum(k * k, axis=0)
-    clip = 1.0
-    if MAX_NORM > 0:
-        clip = tl.rsqrt(tl.maximum(square / (MAX_NORM * MAX_NORM), 1.0))
-    tl.debug_barrier()
-    if DEPTH == 2 and MAX_NORM > 0:
-        for i_u in range(tl.cdiv(PARTS * U, BU)):
-            at = columns(i_u, BU)
-            p_row = p_d0 + (i * R + here) * PARTS * U + at
-            tl.store(p_row, tl.load(p_row, mask=at < PARTS * U, other=0.0) * clip, mask=at < PARTS * U)
-    tl.store(p_d1 + (i * R + here) * V + v_column, error * clip, mask=v_column < V)
-    tl.debug_barrier()
+    # Its gradient, and those before the chunk.
+    _learn(
+        *(p_key, p_value, position, p_up, p_down, p_x0_here, p_x1 + here * U, p_d0_here, p_d1 + here * V),
+        *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
+    )
+    if HALO > 0:
+        p_recent_key, p_recent_value = p_recent_key + i * HALO * K, p_recent_value + i * HALO * V
+        for index in range(tl.where(place == 0, HALO, 0)):
+            before = tl.cast(index, tl.int64)
+            if DEPTH == 2:
+                p_x0_here, p_d0_here = p_x0 + before * K, p_d0 + before * PARTS * U
+            _learn(
+                *(p_recent_key + before * K, p_recent_value + before * V, position, p_up, p_down),
+                *(p_x0_here, p_x1 + before * U, p_d0_here, p_d1 + before * V),
+                *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
+            )
+        _shifted(p_recent_key, p_new_recent_key + i * HALO * K, p_key, K, HALO, BH, BK)
+        _shifted(p_recent_value, p_new_recent_value + i * HALO * V, p_value, V, HALO, BH, BV)
 
     # The coefficients after it.
-    step = tl.where(row == here, tl.load(p_step + i).to(tl.float32), 0.0)
+    step = tl.load(p_step + i)
+    if WINDOW > 0:
+        lag = here - row
+        m_window = (lag >= 0) & (lag < WINDOW)
+        step = step * tl.load(p_gate + i * WINDOW + lag, mask=m_window, other=0.0)
+    else:
+        step = tl.where(row == here, step, 0.0)
     retention = 1.0
     if RETENTION:
-        retention = tl.exp(tl.load(p_retention + i).to(tl.float32))
+        retention = tl.exp(tl.load(p_retention + i))
     write = tl.load(p_write + i * R + row, mask=row < R, other=0.0) * retention
     keep = tl.load(p_keep + i * E + block, mask=block < E, other=0.0)
     read = tl.load(p_read + i * E + block, mask=block < E, other=0.0)
     slot = tl.load(p_slot + i * E + block, mask=block < E, other=0.0)
-    is_open = block < E
-    if E > 1:
-        is_open = tl.load(p_open + i * E + block, mask=block < E, other=0.0) > 0
+    is_open = _is_open(position, block, E, UNLOCK) > 0
     if MOMENTUM:
-        decay = tl.exp(tl.load(p_decay + i).to(tl.float32))
+        decay = tl.exp(tl.load(p_decay + i))
         step += tl.load(p_slot_write + i * R + row, mask=row < R, other=0.0) * decay
         tl.store(p_new_slot_write + i * R + row, step, mask=row < R)
         slot = tl.where(is_open, slot * decay, slot)
@@ -1172,50 +1386,87 @@ def step_kernel(
     tl.store(p_new_keep + i * E + block, keep, mask=block < E)
     tl.store(p_new_read + i * E + block, read, mask=block < E)
     tl.store(p_new_slot + i * E + block, slot, mask=block < E)
+    if i % H == 0:
+        tl.store(p_new_position + i // H, position + 1)
     tl.debug_barrier()
 
     # What its query reads.
     if DEPTH == 2:
-        q = tl.load(p_query + i * K + k_column, mask=k_column < K, other=0.0).to(tl.float32)
-        x0 = load_rows(p_x0 + i * R * K, row, k_column, K, row < R, K)
+        q = tl.load(p_query + k_column, mask=k_column < K, other=0.0).to(tl.float32)
+        x0 = load_rows(p_x0, row, k_column, K, row < R, K)
         scores = tl.sum(x0 * q[None, :], axis=1) * write
     y = tl.zeros([BV], tl.float32)
     inner = tl.zeros([BR], tl.float32)
     for i_u in range(tl.cdiv(U, BU)):
         unit = columns(i_u, BU)
-        of_unit, m_unit = _block(unit, U, E), unit < U
-        w_keep = tl.load(p_new_keep + i * E + of_unit, mask=m_unit, other=0.0)
-        s_keep = tl.load(p_new_read + i * E + of_unit, mask=m_unit, other=0.0)
-        if E > 1:
-            unit_open = tl.load(p_open + i * E + of_unit, mask=m_unit, other=0.0)
-            w_keep, s_keep = w_keep * unit_open, s_keep * unit_open
+        unit_open = _is_open(position, _block(unit, U, E), E, UNLOCK)
+        w_keep = _of_blocks(p_new_keep + i * E, unit, U, E) * unit_open
+        s_keep = _of_blocks(p_new_read + i * E, unit, U, E) * unit_open
         if DEPTH == 1:
-            z = tl.load(p_query + i * K + unit, mask=m_unit, other=0.0).to(tl.float32)
+            z = tl.load(p_query + unit, mask=unit < U, other=0.0).to(tl.float32)
         else:
-            o_up = i * PARTS * U * K
-            z = _seen(q, p_up + o_up, unit, 0, K, U, PARTS, BK) * w_keep
+            z = _seen(q, p_up, unit, 0, K, U, PARTS, BK) * w_keep
             if MOMENTUM:
-                z += _seen(q, p_up_slot + o_up, unit, 0, K, U, PARTS, BK) * s_keep
-            d0 = load_rows(p_d0 + i * R * PARTS * U, row, unit * PARTS, PARTS * U, row < R, PARTS * U)
+                z += _seen(q, p_up_slot, unit, 0, K, U, PARTS, BK) * s_keep
+            d0 = load_rows(p_d0, row, unit * PARTS, PARTS * U, row < R, PARTS * U)
             z = _value(z - tl.sum(d0 * scores[:, None], axis=0), ACTIVATION)
             if PARTS == 2:
-                b = _seen(q, p_up + o_up, unit, 1, K, U, PARTS, BK) * w_keep
+                b = _seen(q, p_up, unit, 1, K, U, PARTS, BK) * w_keep
                 if MOMENTUM:
-                    b += _seen(q, p_up_slot + o_up, unit, 1, K, U, PARTS, BK) * s_keep
-                d0 = load_rows(p_d0 + i * R * PARTS * U, row, unit * PARTS + 1, PARTS * U, row < R, PARTS * U)
+                    b += _seen(q, p_up_slot, unit, 1, K, U, PARTS, BK) * s_keep
+                d0 = load_rows(p_d0, row, unit * PARTS + 1, PARTS * U, row < R, PARTS * U)
                 z *= b - tl.sum(d0 * scores[:, None], axis=0)
-        x = load_rows(p_x1 + i * R * U, row, unit, U, row < R, U)
+        x = load_rows(p_x1, row, unit, U, row < R, U)
         inner += tl.sum(x * z[None, :], axis=1)
-        w = load_rows(p_down + i * V * U, v_column, unit, U, v_column < V, U)
+        w = load_rows(p_down, v_column, unit, U, v_column < V, U)
         y += tl.sum(w * (z * w_keep)[None, :], axis=1)
         if MOMENTUM:
-            s = load_rows(p_down_slot + i * V * U, v_column, unit, U, v_column < V, U)
+            s = load_rows(p_down_slot, v_column, unit, U, v_column < V, U)
             y += tl.sum(s * (z * s_keep)[None, :], axis=1)
-    d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V)
+    d1 = load_rows(p_d1, row, v_column, V, row < R, V)
     y -= tl.sum(d1 * (inner * write)[:, None], axis=0)
     if RESIDUAL:
-        y += tl.load(p_query + i * K + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+        y += tl.load(p_query + v_column, mask=v_column < V, other=0.0).to(tl.float32)
     tl.store(p_y + i * V + v_column, y.to(p_y.dtype.element_ty), mask=v_column < V)
+
+    # The next anchor.
+    if place == C - 1:
+        tl.debug_barrier()
+        p_c, p_c_slot = p_new_write + i * R, p_new_slot_write + i * R
+        for i_u in range(tl.cdiv(U, BU)):
+            unit = columns(i_u, BU)
+            w_keep = _of_blocks(p_new_keep + i * E, unit, U, E)
+            s_read = _of_blocks(p_new_read + i * E, unit, U, E)
+            s_keep = _of_blocks(p_new_slot + i * E, unit, U, E)
+            w = load_rows(p_down, v_column, unit, U, v_column < V, U) * w_keep[None, :]
+            if MOMENTUM:
+                s = load_rows(p_down_slot, v_column, unit, U, v_column < V, U)
+                w += s * s_read[None, :]
+                s = s * s_keep[None, :] - _outer(p_c_slot, p_d1, p_x1, v_column, unit, V, U, R, V, U)
+                store_rows(p_down_slot, s, v_column, unit, U, v_column < V, U)
+            w -= _outer(p_c, p_d1, p_x1, v_column, unit, V, U, R, V, U)
+            store_rows(p_down, w, v_column, unit, U, v_column < V, U)
+            if DEPTH == 2:
+                for part in tl.static_range(PARTS):
+                    at = unit * PARTS + part
+                    w = load_rows(p_up, at, k_column, K, unit < U, K) * w_keep[:, None]
+                    if MOMENTUM:
+                        s = load_rows(p_up_slot, at, k_column, K, unit < U, K)
+                        w += s * s_read[:, None]
+                        s = s * s_keep[:, None]
+                        s -= _outer(p_c_slot, p_d0, p_x0, at, k_column, PARTS * U, K, R, PARTS * U, K)
+                        store_rows(p_up_slot, s, at, k_column, K, unit < U, K)
+                    w -= _outer(p_c, p_d0, p_x0, at, k_column, PARTS * U, K, R, PARTS * U, K)
+                    store_rows(p_up, w, at, k_column, K, unit < U, K)
+        tl.debug_barrier()
+        tl.store(p_new_write + i * R + row, tl.zeros([BR], tl.float32), mask=row < R)
+        fresh = tl.zeros([BE], tl.float32)
+        tl.store(p_new_keep + i * E + block, fresh + 1, mask=block < E)
+        tl.store(p_new_read + i * E + block, fresh, mask=block < E)
+        if MOMENTUM:
+            tl.store(p_new_slot_write + i * R + row, tl.zeros([BR], tl.float32), mask=row < R)
+            fresh += 1
+        tl.store(p_new_slot + i * E + block, fresh, mask=block < E)
 
 
 # Host code -----------------------------------------------------------------------------------------------------------
@@ -1343,11 +1594,9 @@ def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tenso
         some = inputs.part(low, high)
         kept = Kept(up, down, up_slot, down_slot, **{**factors, "x": factors["x"] if outs else some.units})
         _walk(some, kept, run, rule, sizes)
-        launch(
+        _launch(
             read_kernel,
             (high - low, rows),
-            num_warps=8,
-            num_stages=1,
             p_query=some.query,
             p_key=some.key,
             p_write=some.write,
@@ -1361,7 +1610,6 @@ def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tenso
             p_y=y[low:high],
             M=rows,
             RESIDUAL=rule.residual,
-            BU=tile(sizes["U"], UNITS["read"]),
             **sizes,
         )
         if high < count:
@@ -1374,11 +1622,9 @@ def forward(inputs: Inputs, rule: Rule, with_backward: bool) -> tuple[list[Tenso
 
 def _walk(inputs: Inputs, kept: Kept, run: list[Tensor], rule: Rule, sizes: dict[str, Any]) -> None:
     count, rows = inputs.query.shape[:2]
-    launch(
+    _launch(
         walk_kernel,
         (rows,),
-        num_warps=8,
-        num_stages=1,
         p_key=inputs.key,
         p_value=inputs.value,
         p_open=inputs.is_open,
@@ -1406,7 +1652,6 @@ def _walk(inputs: Inputs, kept: Kept, run: list[Tensor], rule: Rule, sizes: dict
         ENDS=inputs.done is not None,
         RESIDUAL=rule.residual,
         L2=rule.l2,
-        BU=tile(sizes["U"], UNITS["walk"]),
         **sizes,
     )
 
@@ -1440,8 +1685,6 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         "p_d1": kept.d1,
         "p_norms": kept.norms,
         "M": rows,
-        "num_warps": 8,
-        "num_stages": 1,
     }
     layers: dict[str, Any] = {
         "p_up": kept.up,
@@ -1466,7 +1709,7 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         "p_dquery": d_inputs.query,
     }
     BE = 1 if sizes["E"] == 1 else tile(sizes["E"], 64)
-    launch(
+    _launch(
         read_back_kernel,
         (count, rows),
         p_up=kept.up,
@@ -1476,14 +1719,13 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dkeep=d_inputs.keep,
         p_dread=d_inputs.momentum_read,
         p_dx=d_x,
-        BU=tile(sizes["U"], UNITS["read_back"]),
         BE=BE,
         **last,
         **queries,
         **shared,
         **sizes,
     )
-    launch(
+    _launch(
         query_back_kernel,
         (count, rows),
         p_dkey=d_inputs.key,
@@ -1491,13 +1733,12 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dd0=d_d0,
         p_dd1=d_d1,
         p_dclip=d_clip,
-        BU=tile(sizes["U"], UNITS["query_back"]),
         **layers,
         **queries,
         **shared,
         **{name: size for name, size in sizes.items() if name != "ACTIVATION"},
     )
-    launch(
+    _launch(
         walk_back_kernel,
         (rows,),
         p_open=inputs.is_open,
@@ -1514,9 +1755,6 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         p_dvalue=d_inputs.value,
         p_dwrite=d_inputs.write,
         p_dslot_write=d_inputs.momentum_write_end,
-        p_dkeep=d_inputs.keep_end,
-        p_dread=d_inputs.momentum_read_end,
-        p_dslot=d_inputs.momentum_keep_end,
         p_dheld_x=d_inputs.held_x,
         p_dheld_d0=d_inputs.held_d0,
         p_dheld_d1=d_inputs.held_d1,
@@ -1529,12 +1767,27 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
         HELD=inputs.held is not None,
         ENDS=inputs.done is not None,
         L2=rule.l2,
-        BU=tile(sizes["U"], UNITS["walk_back"]),
-        BE=BE,
         **layers,
         **last,
         **shared,
         **{name: size for name, size in sizes.items() if name != "BC"},
+    )
+    _launch(
+        ends_back_kernel,
+        (count, rows),
+        p_done=inputs.done,
+        **_memory(kept),
+        p_dup=d_up,
+        p_ddown=d_down,
+        p_dup_slot=d_up_slot,
+        p_ddown_slot=d_down_slot,
+        p_dkeep=d_inputs.keep_end,
+        p_dread=d_inputs.momentum_read_end,
+        p_dslot=d_inputs.momentum_keep_end,
+        M=rows,
+        ENDS=inputs.done is not None,
+        BE=BE,
+        **{name: sizes[name] for name in ("K", "V", "U", "E", "DEPTH", "PARTS", "MOMENTUM", "BK", "BV")},
     )
     width = sizes["V"]
     if rule.residual:
@@ -1548,28 +1801,28 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
 
 
 def one_token(*given: Any) -> tuple[Tensor, ...]:
-    """Output `[M, 1, V]` and the new coefficients; the factors are written to their rows."""
-    *tensors, activation, residual, l2, max_norm = given
-    query, key, value, retention, decay, step, place, is_open, *memory = contiguous(*tensors[:12])
-    up, down, up_slot, down_slot = memory
-    x0, x1, d0, d1, *coefficients = tensors[12:]
-    write, slot_write, keep, read, slot = contiguous(*coefficients)
-    (rows, held), units = write.shape, down.shape[2]
-    new = [torch.empty_like(x) for x in (write, slot_write, keep, read, slot)]
+    """Output `[M, 1, V]`, the new coefficients, the last tokens' keys and values, and the new position. The factors are
+    written to their rows, and over the anchor the next one, if the token completes a chunk."""
+    *tensors, unlock, activation, residual, l2, max_norm = given
+    query, key, value, retention, decay, step, gate, position = contiguous(*tensors[:8])
+    up, down, up_slot, down_slot, x0, x1, d0, d1 = tensors[8:16]
+    old = contiguous(*tensors[16:])
+    write, keep, recent_key = old[0], old[2], old[5]
+    new = [torch.empty_like(x) for x in (*old, position)]
+    recent, new_recent = (old[5:], new[5:7]) if recent_key.shape[1] else ([None] * 2, [None] * 2)
     y = torch.empty_like(value)
-    blocks = keep.shape[1]
-    launch(
+    (rows, held), units, blocks, halo = write.shape, down.shape[2], keep.shape[1], recent_key.shape[1]
+    _launch(
         step_kernel,
         (rows,),
-        num_stages=1,
         p_query=query,
         p_key=key,
         p_value=value,
         p_retention=retention,
         p_decay=decay,
         p_step=step,
-        p_place=place,
-        p_open=is_open,
+        p_gate=gate,
+        p_position=position,
         p_up=up,
         p_down=down,
         p_up_slot=up_slot,
@@ -1579,21 +1832,30 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         p_d0=d0,
         p_d1=d1,
         p_write=write,
-        p_slot_write=slot_write,
+        p_slot_write=old[1],
         p_keep=keep,
-        p_read=read,
-        p_slot=slot,
+        p_read=old[3],
+        p_slot=old[4],
+        p_recent_key=recent[0],
+        p_recent_value=recent[1],
         p_new_write=new[0],
         p_new_slot_write=new[1],
         p_new_keep=new[2],
         p_new_read=new[3],
         p_new_slot=new[4],
+        p_new_recent_key=new_recent[0],
+        p_new_recent_value=new_recent[1],
+        p_new_position=new[7],
         p_y=y,
-        R=held,
+        H=rows // position.shape[0],
+        C=held - halo,
+        HALO=halo,
+        WINDOW=0 if gate is None else gate.shape[1],
         K=key.shape[2],
         V=value.shape[2],
         U=units,
         E=blocks,
+        UNLOCK=tuple(unlock) if blocks > 1 else None,
         DEPTH=1 if up is None else 2,
         PARTS=1 if up is None else up.shape[1] // units,
         MOMENTUM=down_slot is not None,
@@ -1602,10 +1864,10 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         RESIDUAL=residual,
         L2=l2,
         MAX_NORM=max_norm,
-        BR=tile(held, 64),
+        BR=tile(held, 128),
+        BH=tile(halo, 64),
         BK=tile(key.shape[2], 128),
         BV=tile(value.shape[2], 128),
-        BU=tile(units, UNITS["step"]),
         BE=triton.next_power_of_2(blocks),
     )
     return y, *new
@@ -1704,6 +1966,11 @@ def _pull_back(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]
 _walked.register_autograd(_pull_back, setup_context=_save)
 
 
+def _rule(network: Network) -> Rule:
+    bound = network.max_gradient_norm
+    return Rule(network.activation, network.residual, network.objective == "l2", 0.0 if bound == math.inf else bound)
+
+
 def _walk_of(network: Network, ends: Ends, tensors: Tensors, differentiable: bool) -> tuple[Tensor, ...]:
     """`walk.walk` by the operator."""
     depth, like, c = network.depth, tensors.value.dtype, tensors.coefficients
@@ -1748,10 +2015,7 @@ def _walk_of(network: Network, ends: Ends, tensors: Tensors, differentiable: boo
         tensors.is_open if depth == 2 else None,
         held,
         ends.done,
-        network.activation,
-        network.residual,
-        network.objective == "l2",
-        0.0 if network.max_gradient_norm == float("inf") else network.max_gradient_norm,
+        *_rule(network),
         differentiable,
     )
     y, up, down, up_slot, down_slot, run_x, run_d0, run_d1, *_ = outputs
@@ -1770,17 +2034,18 @@ def _walk_of(network: Network, ends: Ends, tensors: Tensors, differentiable: boo
 _one = torch.library.custom_op(
     "memzoo::deep_memory_step",
     one_token,
-    mutates_args=("x0", "x1", "d0", "d1"),
+    mutates_args=("up", "down", "up_slot", "down_slot", "x0", "x1", "d0", "d1"),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? log_retention, Tensor? log_momentum, Tensor step_size, "
-    "Tensor place, Tensor? is_open, Tensor? up, Tensor down, Tensor? up_slot, Tensor? down_slot, Tensor(a!)? x0, "
-    "Tensor(b!) x1, Tensor(c!)? d0, Tensor(d!) d1, Tensor write, Tensor momentum_write, Tensor weight_keep, "
-    f"Tensor momentum_read, Tensor momentum_keep, {_RULE}) -> ({', '.join(['Tensor'] * 6)})",
+    "Tensor? window_gate, Tensor position, Tensor(a!)? up, Tensor(b!) down, Tensor(c!)? up_slot, "
+    "Tensor(d!)? down_slot, Tensor(e!)? x0, Tensor(f!) x1, Tensor(g!)? d0, Tensor(h!) d1, Tensor write, "
+    "Tensor momentum_write, Tensor weight_keep, Tensor momentum_read, Tensor momentum_keep, Tensor recent_keys, "
+    f"Tensor recent_values, int[] unlock, {_RULE}) -> ({', '.join(['Tensor'] * 9)})",
 )
 
 
 @_one.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return fresh(value), *(fresh(x) for x in others[13:18])
+    return tuple(fresh(x) for x in (value, *others[13:20], others[4]))
 
 
 def step(
@@ -1795,46 +2060,47 @@ def step(
     state: DeepMemoryState,
     unlock: tuple[int, ...],
 ) -> tuple[Tensor, DeepMemoryState]:
-    """`chunked.step` by one kernel; that of the chunked backend where a window reaches other rows."""
-    if window_gate is not None or state.halo > 0:
-        q, k, v = (cast(x, state.write.dtype) for x in (query, key, value))
-        return chunked.step(network, q, k, v, log_retention, log_momentum, step_size, window_gate, state, unlock)
-    batch, heads, size = state.write.shape
+    """`chunked.step` by one kernel, which asks the device for nothing: a step can be part of a CUDA graph.
+
+    It writes into more than `chunked.step` does: where the token completes a chunk, over the anchor.
+    """
+    batch, heads, _ = state.write.shape
     depth = network.depth
-    row = state.position % size
-    is_open = None
-    if network.blocks > 1:
-        is_open = state.position[:, None] >= torch.tensor(unlock, device=query.device)
-        is_open = is_open.to(state.write.dtype).repeat_interleave(heads, dim=0)
-    rows = [chunked.writable(x).flatten(0, 1).contiguous() for x in (*state.inputs, *state.deltas)]
-    memory = [x.flatten(0, 1) for x in (*state.weights, *state.momentum)]
-    weights, slots = memory[:depth], memory[depth:]
-    old = state.write, state.momentum_write, state.weight_keep, state.momentum_read, state.momentum_keep
-    gates = (None if x is None else x.flatten() for x in (log_retention, log_momentum, step_size))
-    y, *new = _one(
+
+    def own(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        return [chunked.writable(x).flatten(0, 1).contiguous() for x in tensors]
+
+    weights, slots, inputs, deltas = (own(x) for x in (state.weights, state.momentum, state.inputs, state.deltas))
+    old = (
+        *(state.write, state.momentum_write, state.weight_keep, state.momentum_read, state.momentum_keep),
+        *(state.recent_keys, state.recent_values),
+    )
+    y, *new, position = _one(
         *(x.reshape(batch * heads, 1, -1) for x in (query, key, value)),
-        *gates,
-        row.repeat_interleave(heads),
-        is_open,
+        *(None if x is None else x.flatten() for x in (log_retention, log_momentum, step_size)),
+        None if window_gate is None else window_gate.reshape(batch * heads, -1),
+        state.position,
         weights[0] if depth == 2 else None,
         weights[-1],
         slots[0] if depth == 2 and slots else None,
         slots[-1] if slots else None,
-        rows[0] if depth == 2 else None,
-        rows[depth - 1],
-        rows[depth] if depth == 2 else None,
-        rows[-1],
+        inputs[0] if depth == 2 else None,
+        inputs[-1],
+        deltas[0] if depth == 2 else None,
+        deltas[-1],
         *(x.flatten(0, 1) for x in old),
-        network.activation,
-        network.residual,
-        network.objective == "l2",
-        0.0 if network.max_gradient_norm == float("inf") else network.max_gradient_norm,
+        list(unlock),
+        *_rule(network),
     )
-    new = [x.view_as(before) for x, before in zip(new, old, strict=True)]
+    write, momentum_write, *rest = (x.view_as(before) for x, before in zip(new, old, strict=True))
+    of_rows = (tuple(x.unflatten(0, (batch, heads)) for x in tensors) for tensors in (weights, slots, inputs, deltas))
+    names = ("weight_keep", "momentum_read", "momentum_keep", "recent_keys", "recent_values")
+    changed: dict[str, Any] = dict(zip(("weights", "momentum", "inputs", "deltas"), of_rows, strict=True))
+    changed |= dict(zip(names, rest, strict=True))
     if not slots:
-        new[1] = state.momentum_write
-    coefficients = (*new, state.orthogonal_step)
-    return y.reshape(batch, 1, heads, -1), chunked.stepped(network, state, row == size - 1, rows, coefficients)
+        momentum_write = state.momentum_write
+    state = state._replace(write=write, momentum_write=momentum_write, **changed, position=position)
+    return y.reshape(batch, 1, heads, -1), state
 
 
 @mixed_precision

@@ -274,7 +274,6 @@ def query_key_gradient_kernel(
         # What passes from before the chunk to t, from before it to after it, and, below, from i to after it and to t.
         d_gate = tl.cumsum(tl.sum(d_q * q.to(tl.float32), axis=1), axis=0, reverse=True)
         d_gate += over_chunk * whole(p_gate, first, last, H, HAS_GATE, C)
-    decay = intervals(p_gate, first, last, H, HAS_GATE, C, 0)
     keep = to_end(p_gate, first, last, H, HAS_GATE, C)
     for stream in range(J):
         j = tl.cast(stream, tl.int64)
@@ -287,9 +286,11 @@ def query_key_gradient_kernel(
             d_state = load_rows(p_dstates, k_column, v_column, V, k_column < K, V)
             d_scores += product(d_y, tl.trans(v))
             d_k += product(v, tl.trans(d_state))
+        tl.debug_barrier()  # what follows is made and loaded here, so that it takes no registers in the loop
+        q = load_rows(p_q + o_q, token, k_column, H * K, token < T, K).to(p_states.dtype.element_ty)
         k = load_rows(p_k + o_k + j * H * K, token, k_column, J * H * K, token < T, K).to(q.dtype)
         d_k *= keep[:, None]
-        d_scores *= decay
+        d_scores *= intervals(p_gate, first, last, H, HAS_GATE, C, 0)
         if HAS_GATE:
             out = tl.sum(d_k * k.to(tl.float32), axis=1)
             d_gate += tl.cumsum(out, axis=0) - out

@@ -149,20 +149,20 @@ class Monomials(Polynomial):
             z = unit_length((x[..., None, :] @ self.projection.to(x.dtype))[..., 0, :])
         parts = [first * x]
         for degree, b in enumerate(rest, start=2):
-            places, roots = _monomials(z.shape[-1], degree)
-            factors = [z[..., place.to(z.device)] for place in places]
+            places, roots = _monomials(z.shape[-1], degree, z.device)
+            factors = [z[..., place] for place in places]
             parts.append(b * roots.to(z) * math.prod(factors[1:], start=factors[0]))
         return torch.cat(parts, dim=-1)
 
 
 @cache
-def _monomials(width: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def _monomials(width: int, degree: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
     """The factors' coordinates of every monomial, a tensor per factor, and the roots of their multiplicities."""
     every = list(itertools.combinations_with_replacement(range(width), degree))
     counts = [math.factorial(degree) // math.prod(math.factorial(one.count(i)) for i in set(one)) for one in every]
-    with torch.inference_mode(False):  # whatever the mode and the default device of the first caller
-        places = torch.tensor(every, device="cpu").unbind(1)
-        return places, torch.tensor(counts, dtype=torch.float64, device="cpu").sqrt()
+    with torch.inference_mode(False):  # whatever the mode of the first caller
+        places = torch.tensor(every, device=device).unbind(1)
+        return places, torch.tensor(counts, dtype=torch.float64, device=device).sqrt()
 
 
 def feature_map(config: PreTrainedConfig) -> FeatureMap:
