@@ -6,9 +6,9 @@
     y_t = W_o (sigmoid(x_t W_g) * (rho_t slots_t + [rho_t < theta_read] (1 - rho_t) chunks_t))
 
 A value is as loud as it was convincing, so that the controller has a gradient even where a single slot is read. At the
-start `W_q = W_k`, the rows of `W_k` and of `W_v` are orthonormal, and the convolution is a mean: a question resembles the
-events that share a token with it. From smaller, separate weights of the events' last tokens alone, which hardly differ,
-the memory did not learn its keys in our trials: one overwrote all.
+start `W_q = W_k`, the rows of `W_k` and of `W_v` are orthonormal, and the convolution is a mean: a question resembles
+the events that share a token with it. From smaller, separate weights of the events' last tokens alone, which hardly
+differ, the memory did not learn its keys in our trials: one overwrote all.
 `slots_t` and the reader's confidence `rho_t` are those of `memzoo.kernels.slot_table`, read before the token's own
 event is applied: a token sees the writes of earlier tokens alone. `chunks_t` attends to the tokens of the K best stored
 chunks before the token's own.
