@@ -1,15 +1,17 @@
 """A memory-managed language model learns the six tasks of `managed_tasks.py`.
 
-    python benchmarks/managed_train.py --json benchmarks/results/managed_train.json
+    python benchmarks/managed_train.py --metadata versions --json results.json
+    python benchmarks/managed_train.py --setup twin --steps 100 --json results.json
 
-Streams are drawn anew for every step, one task after the other; the loss is the cross-entropy of the answers (one token
-after each `ANS`) and, with the weight in the config, that of the write decisions on a random share of the events
-(`--labels`; the paper's "lite" supervision, of which nothing else is known: a quarter is ours). Nothing says which slot
-to match, replace, drop or read. `--metadata` gives the model what an oracle knows of events and questions: nothing,
-versions, or versions and key ids.
+Streams are drawn anew for every step, one task after the other, and are shorter than those held out (`Setup.scales`);
+the loss is the cross-entropy of the answers (one token after each `ANS`) and, with the weight in the config, that of
+the write decisions on a random share of the events (`--labels`; the paper's "lite" supervision, of which nothing else
+is known: a quarter is ours). Nothing says which slot to match, replace, drop or read, and by default nothing is told
+beside the tokens; `--metadata` gives the model what an oracle knows of events and questions: versions, or versions and
+key ids.
 
 Reported: of held-out samples (other seeds; and once more with pairs of keys and values that were never seen together)
-the share in which every answer is right, per task and pooled, and the share of likely mistakes. `--model backbone` is
+the share in which every answer is right, per task and pooled, and the share of likely mistakes. `--models backbone` is
 the same model without its memory. The paper reports 595 of 600 for its trainable model of 2.74M parameters, whose
 shape, data and steps are not known to us.
 """
@@ -57,7 +59,7 @@ class Setup:
     learning_rate: float = 3e-3
     """Of the memory, the embeddings and the last norm."""
     backbone_rate: float = 5e-4
-    """Of the mixers and the feed-forwards, which else bury at first what the memory is to tell apart."""
+    """Of the mixers and the feed-forwards: at the other rate they drown what tells tokens apart."""
     embeddings: float = 0.2
     """Their standard deviation at the start, for the same reason."""
     last_norm: float = 0.3
@@ -89,7 +91,7 @@ class Setup:
 
 
 SETUPS = {
-    # 2.74M parameters.
+    # 2.7M parameters.
     "full": Setup(
         {"hidden_size": 192, "intermediate_size": 372, "num_hidden_layers": 6, "num_attention_heads": 4},
         Vocabulary(),
