@@ -20,7 +20,7 @@ def test_the_script_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFi
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path / "source")
     results = tmp_path / "probe.json"
-    sizes = ["--layer", "1", "--streams", "12", "--samples", "9", "--steps", "30"]
+    sizes = ["--layer", "1", "--streams", "12", "--samples", "9", "--steps", "150"]
     probe.main(["--source", str(tmp_path / "source"), *sizes, "--json", str(results)])
     content = json.loads(results.read_text())
     assert content["families"] == 1
