@@ -1,4 +1,4 @@
-"""What a managed memory costs beside its backbone alone: the 2.74M model of `managed_train.py`, an event per 16 tokens.
+"""What a managed memory costs beside its backbone alone: the 2.7M model of `managed_train.py`, an event per 16 tokens.
 
     python benchmarks/managed_speed.py --json benchmarks/results/managed_speed.json
 
@@ -38,7 +38,7 @@ def case(config: PreTrainedConfig) -> run.Case:
 
 
 def config(**options: Any) -> PreTrainedConfig:
-    """The 2.74M model's, with a candidate every `STRIDE` tokens."""
+    """The 2.7M model's, with a candidate every `STRIDE` tokens."""
     base = SETUPS["full"].config()
     every = {"write_trigger": "stride", "write_stride": STRIDE, "event_token_ids": None}
     return type(base).from_dict({**base.to_dict(), **every, **options})

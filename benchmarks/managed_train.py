@@ -1,15 +1,17 @@
 """A memory-managed language model learns the six tasks of `managed_tasks.py`.
 
-    python benchmarks/managed_train.py --json benchmarks/results/managed_train.json
+    python benchmarks/managed_train.py --metadata versions --json results.json
+    python benchmarks/managed_train.py --setup twin --steps 100 --json results.json
 
-Streams are drawn anew for every step, one task after the other; the loss is the cross-entropy of the answers (one token
-after each `ANS`) and, with the weight in the config, that of the write decisions on a random share of the events
-(`--labels`; the paper's "lite" supervision, of which nothing else is known: a quarter is ours). Nothing says which slot
-to match, replace, drop or read. `--metadata` gives the model what an oracle knows of events and questions: nothing,
-versions, or versions and key ids.
+Streams are drawn anew for every step, one task after the other, and are shorter than those held out (`Setup.scales`);
+the loss is the cross-entropy of the answers (one token after each `ANS`) and, with the weight in the config, that of
+the write decisions on a random share of the events (`--labels`; the paper's "lite" supervision, of which nothing else
+is known: a quarter is ours). Nothing says which slot to match, replace, drop or read, and by default nothing is told
+beside the tokens; `--metadata` gives the model what an oracle knows of events and questions: versions, or versions and
+key ids.
 
 Reported: of held-out samples (other seeds; and once more with pairs of keys and values that were never seen together)
-the share in which every answer is right, per task and pooled, and the share of likely mistakes. `--model backbone` is
+the share in which every answer is right, per task and pooled, and the share of likely mistakes. `--models backbone` is
 the same model without its memory. The paper reports 595 of 600 for its trainable model of 2.74M parameters, whose
 shape, data and steps are not known to us.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +40,7 @@ import memzoo
 
 METADATA = ("none", "versions", "keys")
 MODELS = ("managed", "backbone")
+HELD_OUT = ("held_out", "new_pairs")
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,20 @@ class Setup:
     shape: dict[str, Any]
     vocabulary: Vocabulary
     sizes: Sizes
-    """Of training; held-out samples have one question (`streaming`: four)."""
+    """Of the held-out streams, which have one question (`streaming`: four)."""
+    scales: tuple[int, ...]
+    """Slots that the sizes of a training step's streams are cut to, one of these at random."""
+    tokens: int
+    """Of a training step, about."""
     tasks: tuple[str, ...] = tuple(GENERATORS)
-    batch: int = 16
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
+    """Of the memory, the embeddings and the last norm."""
+    backbone_rate: float = 5e-4
+    """Of the mixers and the feed-forwards: at the other rate they drown what tells tokens apart."""
+    embeddings: float = 0.2
+    """Their standard deviation at the start, for the same reason."""
+    last_norm: float = 0.3
+    """The last norm's weight at the start: with it logits, which the embeddings also give, start small."""
     memory: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> memzoo.MemoryManagedConfig:
@@ -65,27 +79,37 @@ class Setup:
             **self.memory,
         )
 
-    def task(self, name: str, split: str, questions: bool = False) -> Task:
-        """The task, with the questions of training or of the held-out samples."""
-        most = self.sizes.facts // 4 if name == "temporal" else self.sizes.facts
-        asked = min(most, self.sizes.queries) if questions else (4 if name == "streaming" else 1)
-        return Task(name, replace(self.sizes, queries=asked), split, self.vocabulary)
+    def task(self, name: str, split: str, scale: int | None = None) -> Task:
+        """The task as it is held out, or as it is trained at a scale."""
+        sizes = self.sizes
+        if scale is None:
+            return Task(name, replace(sizes, queries=4 if name == "streaming" else 1), split, self.vocabulary)
+        facts = min(sizes.facts, scale)
+        asked = min(sizes.queries, facts // 4 if name == "temporal" else facts)
+        cut = replace(sizes, slots=scale, facts=facts, filler=min(sizes.filler, scale), queries=asked)
+        return Task(name, cut, split, self.vocabulary)
 
 
 SETUPS = {
-    # 2.74M parameters.
+    # 2.7M parameters.
     "full": Setup(
         {"hidden_size": 192, "intermediate_size": 372, "num_hidden_layers": 6, "num_attention_heads": 4},
         Vocabulary(),
         Sizes(slots=32, facts=16, filler=16, queries=8),
+        scales=(8,),
+        tokens=1200,
     ),
     # 57k, on small streams of two tasks.
     "twin": Setup(
         {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
         Vocabulary(keys=32, values=32, versions=8, filler=8),
         Sizes(slots=8, facts=8, filler=2, queries=8),
+        scales=(8,),
+        tokens=1500,
         tasks=("recall", "overwrite"),
         learning_rate=4e-3,
+        backbone_rate=4e-3,
+        last_norm=1.0,
         memory={"memory_dim": 24, "memory_layers": [1], "fallback_chunks": 0},
     ),
 }
@@ -114,6 +138,8 @@ class Learner:
         self.setup, self.managed, self.metadata, self.seed = setup, model == "managed", metadata, seed
         config = setup.config()
         self.model = transformers.AutoModelForCausalLM.from_config(config if self.managed else config.backbone_config)
+        torch.nn.init.normal_(self.model.get_input_embeddings().weight, std=setup.embeddings)
+        torch.nn.init.constant_(self.model.model.norm.weight, setup.last_norm)
 
     def logits(self, batch: Batch, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits after each `ANS` and, of a managed model with labels, the loss of its write decisions."""
@@ -124,28 +150,40 @@ class Learner:
         return out.logits[batch.answers != IGNORED], out.loss
 
     def train(self, steps: int, labelled: float, seconds: float = float("inf")) -> Iterator[dict[str, Any]]:
-        """Train for so many steps or seconds; yields what each step lost."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.setup.learning_rate, weight_decay=0.01)
-        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-        chosen = torch.Generator().manual_seed(self.seed)
-        tasks = [self.setup.task(name, "train", questions=True) for name in self.setup.tasks]
-        begin = time.perf_counter()
+        """Train for so many steps or CPU seconds; yields what each step lost."""
+        mixing = {id(p) for p in self.model.model.layers.parameters()}
+        mixing -= {id(p) for name, p in self.model.named_parameters() if ".memory" in name}
+        rates = self.setup.learning_rate, self.setup.backbone_rate
+        groups = [
+            {"params": [p for p in self.model.parameters() if (id(p) in mixing) == slow], "lr": rates[slow]}
+            for slow in (False, True)
+        ]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, min(20, steps // 10), steps)
+        chosen, scales = torch.Generator().manual_seed(self.seed), random.Random(self.seed)
+        begin = time.process_time()
         self.model.train()
-        for step, task in zip(range(steps), itertools.cycle(tasks), strict=False):
-            batch = drawn(task, self.seed, range(step * self.setup.batch, (step + 1) * self.setup.batch))
+        for step, name in zip(range(steps), itertools.cycle(self.setup.tasks), strict=False):
+            task, first = self.setup.task(name, "train", scales.choice(self.setup.scales)), step * self.setup.tokens
+            rows = max(1, self.setup.tokens // len(sample(task, self.seed, first).ids))
+            batch = drawn(task, self.seed, range(first, first + rows))
             keep = torch.rand(batch.write.shape, generator=chosen) < labelled
             logits, extra = self.logits(batch, batch.write.masked_fill(~keep, IGNORED) if labelled else None)
-            loss = F.cross_entropy(logits, batch.answers[batch.answers != IGNORED])
+            wanted = batch.answers[batch.answers != IGNORED]
+            loss = F.cross_entropy(logits, wanted)
             (loss if extra is None else loss + extra).backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            elapsed = time.perf_counter() - begin
+            elapsed = time.process_time() - begin
             yield {
                 "step": step,
-                "task": task.name,
+                "task": name,
+                "scale": task.sizes.slots,
+                "tokens": int(batch.mask.sum()),
                 "loss": loss.item(),
+                "right": float((logits.argmax(-1) == wanted).double().mean()),
                 "write_loss": None if extra is None else extra.item(),
                 "seconds": elapsed,
             }
@@ -158,7 +196,7 @@ class Learner:
         self.model.eval()
         found = {}
         for name in self.setup.tasks:
-            task, size = self.setup.task(name, split), self.setup.batch
+            task, size = self.setup.task(name, split), 16
             counts = {"samples": samples, "right_samples": 0, "questions": 0, "right": 0, "misleading": 0, "misled": 0}
             for low in range(0, samples, size):
                 batch = drawn(task, 0, range(low, min(low + size, samples)))
@@ -186,21 +224,20 @@ def run(setup: Setup, model: str, labelled: float, seed: int, args: argparse.Nam
     """Train one model and test it: a row of the results."""
     learner = Learner(setup, model, args.metadata, seed)
     begin = time.process_time()
-    every, log = max(1, args.steps // 100), []
+    log = []
     bar = trange(args.steps, desc=f"{model}, {labelled:.0%} labels, seed {seed}")
     for record in learner.train(args.steps, labelled, 60 * args.minutes):
         bar.update()
-        if record["step"] % every < len(setup.tasks):  # a round of the tasks now and then
-            log.append(record)
-        last = record["step"]
+        bar.set_postfix(record)
+        log.append(record)
     bar.close()
-    found = {split: learner.test(split, args.samples) for split in ("held_out", "new_pairs")}
+    found = {split: learner.test(split, args.samples) for split in args.splits.split(",")}
     return {
         "model": model,
         "parameters": learner.model.num_parameters(),
         "labelled": labelled,
         "seed": seed,
-        "steps": last + 1,
+        "steps": len(log),
         "planned_steps": args.steps,
         "cpu_seconds": time.process_time() - begin,
         "log": log,
@@ -235,14 +272,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--labels", default="0.25,0,1", help="shares of events with a write label; default 0.25,0,1")
     parser.add_argument("--metadata", choices=METADATA, default="none")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="of training at most, each model")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="CPU minutes of a training at most")
+    parser.add_argument("--splits", default=",".join(HELD_OUT), help="to test on, comma-separated; default all")
     parser.add_argument("--samples", type=int, default=100, help="held-out samples per task; default 100")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(argv)
     models, labels = args.models.split(","), [float(share) for share in args.labels.split(",")]
-    if unknown := set(models) - set(MODELS):
-        parser.error(f"unknown {sorted(unknown)}; expected some of {', '.join(MODELS)}")
+    for given, known in ((models, MODELS), (args.splits.split(","), HELD_OUT)):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown {sorted(unknown)}; expected some of {', '.join(known)}")
     if not all(0 <= share <= 1 for share in labels) or min(args.seeds, args.steps, args.samples) < 1:
         parser.error("expected --labels of 0 to 1 and --seeds, --steps and --samples of at least 1")
     torch.set_num_threads(1)
@@ -251,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         **asdict(setup),
         "config": setup.config().to_diff_dict(),
         "metadata": args.metadata,
-        "optimizer": "AdamW, weight decay 0.01, gradients clipped at 1, cosine schedule after a warm-up of a twentieth",
+        "optimizer": "AdamW, weight decay 0.01, gradients clipped at 1",
+        "schedule": "cosine, after a warm-up of 20 steps, or of a tenth of all if that is less",
         "dtype": "float32",
         "threads": 1,
     }
@@ -261,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             content["rows"].append(run(setup, model, labelled, seed, args))
             if args.json:
                 write_json(args.json, content)
-    for split in ("held_out", "new_pairs"):
+    for split in args.splits.split(","):
         print(report(content["rows"], split), end="\n\n")
 
 

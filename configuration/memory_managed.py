@@ -65,6 +65,7 @@ class MemoryManagedConfig(MemoryConfig):
         memory_layers: blocks with a slot table; `None` for one, two thirds up. (The paper has one table per request.)
         num_slots: slots M of a table.
         memory_dim: width of the slots' and the stored chunks' keys and values.
+        memory_conv_width: tokens, the current one included, that a token's query, key and value are taken from.
         read_top_k: slots that a token reads.
         write_trigger: what makes a token a candidate for a write: `"token"`, its id is one of `event_token_ids`;
             `"stride"`, every `write_stride`-th token; `"external"`, the caller's `event_mask`.
@@ -101,12 +102,13 @@ class MemoryManagedConfig(MemoryConfig):
     memory_layers: list[int] | None = None
     num_slots: int = 32
     memory_dim: int = 64
+    memory_conv_width: int = 4
     read_top_k: int = 4
     write_trigger: str = "stride"
     event_token_ids: list[int] | None = None
     write_stride: int = 16
     write_threshold: float = 0.5
-    same_threshold: float = 0.9
+    same_threshold: float = 0.7
     protect_margin: float = 0.1
     version_mode: str = "latest"
     versions_per_key: int = 4
@@ -160,9 +162,9 @@ class MemoryManagedConfig(MemoryConfig):
             f"None, or fields of {kind.__name__} that this config does not have itself",
         )
         _ = self.backbone_config  # validates itself
-        for field in ("num_slots", "memory_dim", "read_top_k", "write_stride", "versions_per_key", "chunk_size"):
+        for field in ("num_slots", "memory_dim", "memory_conv_width", "read_top_k", "write_stride"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
-        for field in ("salient_keys", "sketch_bits"):
+        for field in ("versions_per_key", "chunk_size", "salient_keys", "sketch_bits"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
         for field in ("fallback_chunks", "sketch_window", "write_loss_weight", "protect_margin"):
             require(getattr(self, field) >= 0, self, field, "at least 0")

@@ -314,7 +314,7 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
         state = cache.states[layer]
         if not isinstance(state, ManagedState):
             return MemoryTable()  # nothing has been read
-        table = SlotTable(*(x[row].detach().cpu() for x in state.table))
+        table = SlotTable(*(x[row].detach().cpu() for x in state.memory.table))
         found = MemoryTable()
         for slot in (table.written > 0).nonzero()[:, 0].tolist():
             key_id, written = int(table.key_id[slot]), int(table.written[slot]) - 1

@@ -91,7 +91,7 @@ def test_an_empty_table_adds_nothing() -> None:
 
 def test_metadata_decides_what_is_kept() -> None:
     """Ids match, protection keeps, versions can be asked for; the same through a cache, padding and packing."""
-    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL, version_mode="history").eval()
+    model = zoo.build("memory_managed-e1", torch.float64, **EXTERNAL, version_mode="history", protect_margin=1.0).eval()
     ids, shape = zoo.tokens(2, 12), (2, 12)
     said = {
         "event_mask": at(shape, c1=1, c3=1, c5=1, c7=1, c8=1),
@@ -207,9 +207,9 @@ def test_only_the_stored_chunks_grow_with_the_context() -> None:
     for length in (20, 200):
         cache = MemoryCache(model.config)
         read(model, zoo.tokens(1, length), cache=cache)
-        mixer, table, stored = cache.states[0]
+        mixer, (table, stored, tail) = cache.states[0]
         assert {x.shape[1] for x in stored[:2]} == {length // zoo.CHUNK}
-        sizes.append([tuple(x.shape) for x in pytree.tree_leaves((mixer, table, stored[2:], cache.states[1]))])
+        sizes.append([tuple(x.shape) for x in pytree.tree_leaves((mixer, table, stored[2:], tail, cache.states[1]))])
     assert sizes[0] == sizes[1]
 
 
@@ -272,7 +272,7 @@ def test_a_hidden_state_that_is_not_finite_is_not_stored() -> None:
     embeds[0, 4] = torch.nan
     out = read(model, None, inputs_embeds=embeds[:, 3:], event_mask=at((1, 3), c1=1), cache=cache)
     assert out.memory_stats[0].tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 1]]
-    table = cache.states[1].table
+    table = cache.states[1].memory.table
     assert int((table.written > 0).sum()) == 1
     assert all(bool(table._asdict()[name].isfinite().all()) for name in ("keys", "values", "confidence"))
 

@@ -87,7 +87,7 @@ def test_only_missing_weights_are_drawn_and_they_are_reported(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", zoo.PLAIN)
 def test_every_weight_is_drawn_as_its_owner_says(name: str) -> None:
-    """No matrix is left as `torch.empty` made it, norms start at one, and two seeds differ."""
+    """No matrix is left as `torch.empty` made it, norms start at one, means as means, and two seeds differ."""
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -95,6 +95,8 @@ def test_every_weight_is_drawn_as_its_owner_says(name: str) -> None:
     for (key, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if "norm" in key:
             assert bool((a == 1).all()), key
+        elif key.endswith("conv_weight"):
+            assert bool((a == 1 / a.shape[1]).all()), key  # a mean
         elif a.ndim >= 2 and not key.endswith("bias"):
             assert not torch.equal(a, b), key
             assert 1e-3 < float(a.detach().std()) < 2, f"{key}: {float(a.detach().std())}"

@@ -1,10 +1,14 @@
 """The managed memory of a block: a slot table that the block writes and reads, and stored chunks to fall back on.
 
+    q, k, v = conv(x W_qkv)                                                 of the last few tokens
     p_e = sigmoid(MLP([x_e; what the table says about the event]))          at candidates e, query-blind
-    e = (unit(x_e W_k), p_e x_e W_v, p_e)                                   to be written to the slots
+    e = (unit(k_e), p_e v_e, p_e)                                           to be written to the slots
     y_t = W_o (sigmoid(x_t W_g) * (rho_t slots_t + [rho_t < theta_read] (1 - rho_t) chunks_t))
 
-A value is as loud as it was convincing, so that the controller has a gradient even where a single slot is read.
+A value is as loud as it was convincing, so that the controller has a gradient even where a single slot is read. At the
+start `W_q = W_k`, the rows of `W_k` and of `W_v` are orthonormal, and the convolution is a mean: a question resembles
+the events that share a token with it. From smaller, separate weights of the events' last tokens alone, which hardly
+differ, the memory did not learn its keys in our trials: one overwrote all.
 `slots_t` and the reader's confidence `rho_t` are those of `memzoo.kernels.slot_table`, read before the token's own
 event is applied: a token sees the writes of earlier tokens alone. `chunks_t` attends to the tokens of the K best stored
 chunks before the token's own.
@@ -28,6 +32,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from memzoo.kernels.registry import as_given, cast
+from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
     Outcome,
@@ -96,18 +101,66 @@ class ChunkIndex(NamedTuple):
     """1 + the last ids, for the next token's window, `[R, window - 1]`, int64."""
 
 
+class Stored(NamedTuple):
+    """A managed memory between two tokens."""
+
+    table: SlotTable
+    chunks: ChunkIndex | None
+    """`None` without a fallback."""
+    conv_tail: Tensor
+    """The last inputs of the convolution, `[R, W - 1, 3 D]`."""
+
+
 class ManagedState(NamedTuple):
-    """A block with a slot table between two tokens."""
+    """A block with a managed memory between two tokens."""
 
     mixer: Any
-    table: SlotTable
-    stored: ChunkIndex | None
-    """`None` without a fallback."""
+    memory: Stored
+
+
+class QKV(NamedTuple):
+    """What each token asks for and would store, `[R, L, D]` each."""
+
+    query: Tensor
+    """Of unit length, in float32 or wider."""
+    key: Tensor
+    value: Tensor
 
 
 def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """`layer(x)` in the dtype of `x`, for what a hard decision hangs on."""
     return F.linear(x, cast(layer.weight, x.dtype), None if layer.bias is None else cast(layer.bias, x.dtype))
+
+
+class Projections(nn.Module):
+    """`q, k, v = conv(x W_qkv)`, a causal depthwise convolution without an activation.
+
+    Args:
+        config: a `MemoryManagedConfig`.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.width, self.backend = config.memory_dim, config.kernel_backend
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * self.width, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(3 * self.width, config.memory_conv_width))
+
+    def init_weights(self) -> None:
+        init.constant_(self.conv_weight, 1 / self.conv_weight.shape[1])
+        shape = self.width, self.qkv_proj.in_features
+        k, v = (init.orthogonal_(self.conv_weight.new_empty(shape, dtype=torch.float32)) for _ in range(2))
+        init.copy_(self.qkv_proj.weight, torch.cat([k, k, v]).to(self.qkv_proj.weight))
+
+    def begin(self, rows: int, like: Tensor) -> Tensor:
+        """Nothing before the first token."""
+        return like.new_zeros(rows, self.conv_weight.shape[1] - 1, 3 * self.width)
+
+    def forward(self, x: Tensor, step: Step, tail: Tensor) -> tuple[QKV, Tensor]:
+        projected, weight = self.qkv_proj(x), cast(self.conv_weight, x.dtype)
+        tail = cast(tail, projected.dtype)
+        y, tail = short_conv(projected, weight, tail, lengths=step.lengths, backend=self.backend)
+        q, k, v = y.chunk(3, dim=-1)
+        return QKV(unit_length(q), k, v), tail
 
 
 class WriteController(nn.Module):
@@ -216,36 +269,34 @@ class Slots(nn.Module):
             age_scale=config.age_scale,
             usage_decay=config.usage_decay,
         )
-        self.q_proj = nn.Linear(config.hidden_size, self.width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.width, bias=False)
         self.controller = WriteController(config.hidden_size, 2 * self.width)
         # beta = 32 sigmoid(.); w_c, w_u, w_t, alpha = softplus(.); theta.
         self.score_weights = nn.Parameter(torch.empty(6))
 
     def init_weights(self) -> None:
         softplus = [math.log(math.expm1(x)) for x in (0.5, 0.1, 0.1, 8.0)]
-        init.copy_(self.score_weights, self.score_weights.new_tensor([0.0, *softplus, 0.5]))
+        init.copy_(self.score_weights, self.score_weights.new_tensor([0.0, *softplus, 0.25]))
 
     def begin(self, rows: int, like: Tensor) -> SlotTable:
         """Tables without a fact."""
         return empty_table(rows, self.slots, self.width, self.width, like)
 
-    def forward(self, x: Tensor, step: Step, table: SlotTable, events: Events) -> tuple[SlotsRead, SlotTable]:
+    def forward(self, x: Tensor, qkv: QKV, step: Step, table: SlotTable, events: Events) -> tuple[SlotsRead, SlotTable]:
         """Read every token and apply every event, in the order of the tokens, a token's read before its event.
 
         Args:
             x: `[R, L, D]`, right-padded.
+            qkv: of each token.
 
         Cost: one step of a loop per event of the row with the most, whatever the number of rows.
         """
         cuts = Cuts(events.candidate, step.added)
-        queries = cuts.gather(unit_length(self.q_proj(x)))
+        queries = cuts.gather(qkv.query)
         position = step.position[:, None] + cuts.columns
         asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
         found, outcomes, logits, weights = [], [], [], self._read_weights(queries.dtype)
         pieces = [cuts.split(each) for each in (queries, position, cuts.real, *asked)]
-        writes = self._events(x, step, events, cuts)
+        writes = self._events(x, qkv, step, events, cuts)
         for query, place, real, key_id, version in zip(*pieces, strict=True):
             if query.shape[1]:
                 reading = read(table, query, place, self.rules, weights, self.count, key_id, version)
@@ -266,13 +317,12 @@ class Slots(nn.Module):
             *self._of_tokens(cuts, logits, outcomes, queries),
         ), table
 
-    def _events(self, x: Tensor, step: Step, events: Events, cuts: Cuts) -> Iterator[tuple[Tensor, Event]]:
+    def _events(self, x: Tensor, qkv: QKV, step: Step, events: Events, cuts: Cuts) -> Iterator[tuple[Tensor, Event]]:
         """The rows' next events and the controller's hidden part of them, in order."""
         if not cuts.count:
             return
-        x = cuts.of_events(x)
-        keys, values = unit_length(self.k_proj(x)), widened(self.v_proj(x))
-        hidden, importance = self.controller.prepare(x)
+        keys, values = unit_length(cuts.of_events(qkv.key)), widened(cuts.of_events(qkv.value))
+        hidden, importance = self.controller.prepare(cuts.of_events(x))
         position = step.position[:, None] + cuts.ends
         said = [None if each is None else cuts.of_events(each) for each in (events.key_id, events.version)]
         numbers = [torch.zeros_like(position) if each is None else each for each in said]
@@ -375,7 +425,8 @@ def _appended(old: Tensor, new: Tensor, held: Tensor, more: Tensor) -> Tensor:
 class Chunks(nn.Module):
     """The fallback: attention to the tokens of the stored chunks that a token's look-up finds.
 
-        score_n = max_{k salient in n} q . k / sqrt(D) + sum_{i of the last ids} [i in n] log((N + 1) / (N_i + 1))
+        score_n = max_{k salient in n} unit(q) . k / sqrt(D) + sum_{i of the last ids} [i in n] log((N + 1) / (N_i + 1))
+        output = softmax(beta unit(q) . k / sqrt(D)) v,    beta = 32 sigmoid(.)
 
     over the N complete chunks before the token's own, N_i of which hold id i; the best K are attended to. The look-up
     carries no gradient, the attention does.
@@ -388,9 +439,10 @@ class Chunks(nn.Module):
         super().__init__()
         self.width, self.size, self.count = config.memory_dim, config.chunk_size, config.fallback_chunks
         self.salient, self.bits, self.window = config.salient_keys, config.sketch_bits, config.sketch_window
-        self.q_proj = nn.Linear(config.hidden_size, self.width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.width, bias=False)
+        self.sharpness = nn.Parameter(torch.empty(1))
+
+    def init_weights(self) -> None:
+        init.zeros_(self.sharpness)
 
     def begin(self, rows: int, like: Tensor) -> ChunkIndex:
         """No chunk."""
@@ -403,20 +455,20 @@ class Chunks(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, step: Step, index: ChunkIndex, ids: Tensor, wanted: Tensor
+        self, qkv: QKV, step: Step, index: ChunkIndex, ids: Tensor, wanted: Tensor
     ) -> tuple[Tensor, Tensor, ChunkIndex]:
         """Store the tokens, and look into the chunks before them.
 
         Args:
-            x: `[R, L, D_model]`, right-padded.
+            qkv: of each token.
             ids: `[R, L]`.
             wanted: tokens whose look-up is wanted, `[R, L]`, bool.
 
         Returns:
             Outputs `[R, L, D]`, 0 where nothing was looked up; how many chunks were, `[R, L]`; the new index.
         """
-        q = self.q_proj(x)
-        kv = torch.cat([self.k_proj(x), self.v_proj(x)], dim=-1)
+        q = cast(qkv.query, qkv.key.dtype)
+        kv = torch.cat([qkv.key, qkv.value], dim=-1)
         recent = torch.cat([index.recent_ids, ids + 1], dim=1)
         index = self._stored(kv, ids + 1, step, index)
         if self.window > 1:
@@ -489,9 +541,9 @@ class Chunks(nn.Module):
             return best.indices[..., : self.count], best.values[..., : self.count] > -torch.inf
 
     def _attend(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
-        """`softmax(q . k / sqrt(D)) v` over the tokens of each token's chunks: those gathered, or for many queries all
-        chunks under a mask, which reads less."""
-        scale = self.width**-0.5
+        """The attention to the tokens of each token's chunks: those gathered, or for many queries all chunks under a
+        mask, which reads less."""
+        q = q * (32 * self.width**-0.5 * torch.sigmoid(cast(self.sharpness, q.dtype)))
         if chosen[0].numel() <= chunks.shape[1]:
             row = torch.arange(len(q), device=q.device)[:, None, None]
             keys, values = chunks[row, chosen].flatten(2, 3).split(self.width, dim=-1)
@@ -502,7 +554,7 @@ class Chunks(nn.Module):
             score = q @ keys.mT
             spread = torch.zeros(*q.shape[:2], chunks.shape[1], dtype=torch.bool, device=q.device)
             seen = spread.scatter(2, chosen, held).repeat_interleave(self.size, dim=-1)
-        score = widened(score * scale).masked_fill(~seen, torch.finfo(torch.float32).min)
+        score = widened(score).masked_fill(~seen, torch.finfo(torch.float32).min)
         weights = cast(score.softmax(-1) * seen, values.dtype)
         return (weights[:, :, None] @ values)[:, :, 0] if values.ndim == 4 else weights @ values
 
@@ -517,40 +569,42 @@ class ManagedMemory(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.chunk_size, self.threshold = config.chunk_size, config.read_threshold
+        self.projections = Projections(config)
         self.slots = Slots(config)
         self.chunks = Chunks(config) if config.fallback_chunks else None
         self.gate_proj = nn.Linear(config.hidden_size, config.memory_dim)
         self.o_proj = nn.Linear(config.memory_dim, config.hidden_size, bias=False)
 
-    def begin(self, rows: int, like: Tensor) -> tuple[SlotTable, ChunkIndex | None]:
+    def begin(self, rows: int, like: Tensor) -> Stored:
         """The state before the first token."""
-        return self.slots.begin(rows, like), None if self.chunks is None else self.chunks.begin(rows, like)
+        chunks = None if self.chunks is None else self.chunks.begin(rows, like)
+        return Stored(self.slots.begin(rows, like), chunks, self.projections.begin(rows, like))
 
     @torch.compiler.disable  # a loop over events, of which every batch has another number
-    def forward(
-        self, x: Tensor, step: Step, table: SlotTable, index: ChunkIndex | None, events: Events
-    ) -> tuple[Tensor, SlotTable, ChunkIndex | None, Tensor, Report]:
+    def forward(self, x: Tensor, step: Step, stored: Stored, events: Events) -> tuple[Tensor, Stored, Tensor, Report]:
         """Read and write.
 
         Args:
             x: `[R, L, D]`, right-padded.
 
         Returns:
-            What the block adds to its hidden states `[R, L, D]`; the new table and index; the candidates' logits of p
-            `[R, L]`, 0 elsewhere; a report.
+            What the block adds to its hidden states `[R, L, D]`; the new state; the candidates' logits of p `[R, L]`, 0
+            elsewhere; a report.
         """
-        found, table = self.slots(x, step, table, events)
+        table, index, tail = stored
+        qkv, tail = self.projections(x, step, tail)
+        found, table = self.slots(x, qkv, step, table, events)
         y, rho = found.confidence[..., None] * found.output, found.confidence
         looked = torch.zeros_like(found.sources[..., 0])
         if self.chunks is not None and index is not None:
             assert events.ids is not None
             wanted = rho.detach() < self.threshold
-            more, looked, index = self.chunks(x, step, index, events.ids, wanted)
+            more, looked, index = self.chunks(qkv, step, index, events.ids, wanted)
             y = y + torch.where(wanted, 1 - rho, 0.0)[..., None] * more
         y = self.o_proj(torch.sigmoid(self.gate_proj(x)) * cast(y, x.dtype))
         chunks = 1 + self._distinct(found.sources) + looked
         report = Report(found.accepted, rho.detach(), chunks, table.counts)
-        return y, table, index, found.logit, report
+        return y, Stored(table, index, tail), found.logit, report
 
     def _distinct(self, sources: Tensor) -> Tensor:
         """How many chunks the slots `[R, L, K]` come from, by 1 + the position of their writing."""
@@ -575,8 +629,8 @@ class ManagedBlock(MemoryBlock):
         mixed, mixer = self.mixer(self.mixer_norm(hidden), step, None if state is None else state.mixer)
         hidden = hidden + mixed
         x = self.memory_norm(hidden)
-        table, index = self.memory.begin(len(x), x) if state is None else (state.table, state.stored)
-        remembered, table, index, logit, report = self.memory(x, step, table, index, events)
+        stored = self.memory.begin(len(x), x) if state is None else state.memory
+        remembered, stored, logit, report = self.memory(x, step, stored, events)
         hidden = hidden + remembered
         hidden = hidden + self.mlp(self.mlp_norm(hidden))
-        return hidden, ManagedState(mixer, table, index) if keep_state else None, logit, report
+        return hidden, ManagedState(mixer, stored) if keep_state else None, logit, report
