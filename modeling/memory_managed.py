@@ -337,8 +337,7 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
 class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
     """The backbone with a next-token head.
 
-    A batch without any event leaves the write head without a gradient, which DDP must be told to expect
-    (`find_unused_parameters=True`). Its forward takes what `MemoryManagedModel` takes about tokens, and
+    Its forward takes what `MemoryManagedModel` takes about tokens, and
 
     - `write_labels`: `[B, T]`, 1 where the event that ends there shall be written, 0 where not, -100 for no label; adds
       `write_loss_weight` times the mean cross-entropy of the labelled candidates to the loss (Trainer passes them on

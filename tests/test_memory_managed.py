@@ -16,7 +16,10 @@ from transformers.utils import logging
 
 import memzoo
 from memzoo import MemoryCache, MemoryManagedConfig
+from memzoo.kernels import slot_table
+from memzoo.kernels.slot_table import SlotTable
 from memzoo.modeling import memory_managed
+from memzoo.modeling.decoder import Step
 from memzoo.modeling.mixers import managed
 from memzoo.modeling.mixers.attention import CausalAttention
 
@@ -57,6 +60,52 @@ def test_another_backbone(backbone: str) -> None:
     found = [module.config for module in model.modules() if isinstance(module, CausalAttention)]
     assert len(found) == (2 if backbone == "transformer_pp" else 0)
     assert all(config._attn_implementation == "eager" for config in found)
+
+
+def one_after_the_other(
+    slots: managed.Slots, x: Tensor, qkv: managed.QKV, step: Step, table: SlotTable, events: managed.Events
+) -> tuple[managed.SlotsRead, SlotTable]:
+    """What `Slots` computes, under autograd all the way: a segment is read, its event written, and so on."""
+    cuts = managed.Cuts(events.candidate, step.added)
+    position = step.position[:, None] + torch.arange(x.shape[1])
+    weights, facts = slots._read_weights(qkv.query.dtype), slots._facts(x, qkv, position, events, cuts)
+    pieces = [cuts.split(cuts.gather(each)) for each in (qkv.query, position)]
+    outputs, logits, accepted = [], [], []
+    for index, (query, place, real) in enumerate(zip(*pieces, cuts.split(cuts.real), strict=True)):
+        if query.shape[1]:
+            reading = slot_table.read(table, query, place, slots.rules, weights, slots.count)
+            outputs.append((reading.output, reading.confidence, reading.slots + 1))
+            table = slot_table.noted(table, reading, real)
+        if index < cuts.count:
+            event = slot_table.Event(*(each[:, index] for each in facts.event))
+            seen = slots.controller.seen(table, event, slots.rules)
+            logits.append(slots.controller(facts.hidden[:, index], seen, event.importance))
+            p = torch.sigmoid(logits[-1])
+            event = event._replace(confidence=p, value=p[:, None] * event.value)
+            table, outcome = slot_table.write(table, event, slots.rules)
+            accepted.append(outcome.accepted)
+    joined = (cuts.joined(list(each)) for each in zip(*outputs, strict=True))
+    of_tokens = slots._of_tokens(cuts, torch.stack(logits, dim=1), torch.stack(accepted, dim=1))
+    return managed.SlotsRead(*joined, *of_tokens), table
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_one_event_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of padded rows, and through a table that a cache hands on."""
+    ids, mask, found = zoo.tokens(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long), []
+    mask[1, -6:] = 0
+    mask[2, :6] = 0
+    for way in (managed.Slots.forward, one_after_the_other):
+        monkeypatch.setattr(managed.Slots, "forward", way)
+        model = zoo.build(name, torch.float64).train()
+        first = model(ids[:, :11], attention_mask=mask[:, :11], use_cache=True)
+        more = model(ids[:, 11:], attention_mask=mask, cache=first.cache, use_cache=True, output_memory=True)
+        assert any(bool(each.any()) for each in more.write_accept)
+        (first.logits.square().mean() + more.logits.square().mean()).backward()
+        found.append({key: p.grad for key, p in model.named_parameters()})
+    assert all(bool(found[0][key].any()) for key in found[0] if "controller" in key)
+    for key, gradient in found[0].items():
+        close(gradient, found[1][key], BOUND)
 
 
 @pytest.mark.parametrize("name", NAMES)

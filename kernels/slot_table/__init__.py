@@ -168,6 +168,8 @@ class Reading(NamedTuple):
     """Of every slot, 0 outside the top K, `[B, L, M]`."""
     slots: Tensor
     """The top K slots, best first, -1 where there were fewer, `[B, L, K]`, int64."""
+    nearest: Tensor
+    """The slot whose key is most like the query, of any confidence, usage and age, -1 for none, `[B, L]`, int64."""
 
 
 def empty_table(batch: int, slots: int, key_dim: int, value_dim: int, like: Tensor) -> SlotTable:
@@ -307,18 +309,73 @@ def read(
         if key_id is not None:
             found = torch.where(key_id[..., None] > 0, 1.0, found)
         age = _aged(position[..., None] - table.written[:, None] + 1, rules, table.keys.dtype)
-        standing = weights.confidence * torch.log(table.confidence + EPS) + weights.usage * torch.log1p(table.usage)
-        score = weights.sharpness * found + standing[:, None] - weights.age * age
+        score = _score(weights, found, table.confidence[:, None], table.usage[:, None], age)
         # No infinity enters what is differentiated: 0 times it would be NaN.
         order = score.detach().masked_fill(~eligible, -torch.inf).sort(dim=-1, descending=True, stable=True)
         top = order.indices[..., :count]
         held = eligible.expand_as(score).gather(-1, top)
-        chosen = score.gather(-1, top).masked_fill(~held, torch.finfo(score.dtype).min).softmax(-1) * held
+        chosen = _shares(score.gather(-1, top), held)
         spread = torch.zeros_like(score).scatter(-1, top, chosen)
         any_held = held.any(-1)
-        best = torch.where(any_held, found.masked_fill(~eligible, -torch.inf).amax(-1), 0.0)
-        rho = torch.where(any_held, torch.sigmoid(weights.match_scale * (best - weights.match_threshold)), 0.0)
-        return Reading(spread @ table.values, rho, spread, torch.where(held, top, -1))
+        best, nearest = found.masked_fill(~eligible, -torch.inf).max(-1)
+        return Reading(
+            spread @ table.values,
+            _rho(weights, best, any_held),
+            spread,
+            torch.where(held, top, -1),
+            torch.where(any_held, nearest, -1),
+        )
+
+
+class Found(NamedTuple):
+    """What a reading has chosen: the contents of the top K slots of each query, and the key most like it."""
+
+    keys: Tensor
+    """`[B, L, K, D]`."""
+    values: Tensor
+    """`[B, L, K, V]`."""
+    confidence: Tensor
+    """`[B, L, K]`, as are the next three."""
+    usage: Tensor
+    age: Tensor
+    """In tokens."""
+    held: Tensor
+    """Whether there was such a slot, bool; of no meaning elsewhere."""
+    nearest: Tensor
+    """`[B, L, D]`."""
+
+
+def weigh(
+    found: Found, query: Tensor, rules: Rules, weights: ReadWeights, key_id: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output `[B, L, V]` and confidence `[B, L]` of a reading, once more: for gradients, when the decisions are made.
+
+    Args:
+        found: contents, with their gradients.
+        query, rules, weights, key_id: as the reading had them.
+    """
+    with as_given(query.device):
+        query = query.to(found.keys.dtype)
+        alike, best = (found.keys @ query[..., None])[..., 0], (found.nearest * query).sum(-1)
+        if key_id is not None:
+            alike, best = torch.where(key_id[..., None] > 0, 1.0, alike), torch.where(key_id > 0, 1.0, best)
+        age = _aged(found.age, rules, query.dtype)
+        chosen = _shares(_score(weights, alike, found.confidence, found.usage, age), found.held)
+        return (chosen[:, :, None] @ found.values)[:, :, 0], _rho(weights, best, found.held.any(-1))
+
+
+def _score(weights: ReadWeights, found: Tensor, confidence: Tensor, usage: Tensor, age: Tensor) -> Tensor:
+    standing = weights.confidence * torch.log(confidence + EPS) + weights.usage * torch.log1p(usage)
+    return weights.sharpness * found + standing - weights.age * age
+
+
+def _shares(score: Tensor, held: Tensor) -> Tensor:
+    return score.masked_fill(~held, torch.finfo(score.dtype).min).softmax(-1) * held
+
+
+def _rho(weights: ReadWeights, best: Tensor, any_held: Tensor) -> Tensor:
+    best = torch.where(any_held, best, 0.0)
+    return torch.where(any_held, torch.sigmoid(weights.match_scale * (best - weights.match_threshold)), 0.0)
 
 
 def noted(table: SlotTable, reading: Reading, real: Tensor | None = None) -> SlotTable:

@@ -22,7 +22,6 @@ and by its longest keys, since the mean of its tokens does not find a single one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,7 @@ from memzoo.kernels.registry import as_given, cast
 from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
-    Outcome,
-    Reading,
+    Found,
     ReadWeights,
     Rules,
     SlotTable,
@@ -44,6 +42,7 @@ from memzoo.kernels.slot_table import (
     keep,
     noted,
     read,
+    weigh,
     write,
 )
 from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
@@ -195,17 +194,17 @@ class WriteController(nn.Module):
         with as_given(x.device):
             return wide_linear(self.event_proj, x), torch.sigmoid(wide_linear(self.importance_proj, x))[..., 0]
 
-    def forward(self, table: SlotTable, hidden: Tensor, event: Event, rules: Rules) -> Tensor:
-        """The logit of each row's event `[R]`, whose `confidence` is not looked at."""
+    def forward(self, hidden: Tensor, seen: Tensor, importance: Tensor) -> Tensor:
+        """The logits `[...]` of events with these hidden parts, features from the table and importance."""
         with as_given(hidden.device):
-            features = torch.cat([self._seen(table, event, rules), event.importance[:, None]], dim=1)
+            features = torch.cat([seen, importance[..., None]], dim=-1)
             hidden = F.silu(hidden + F.linear(features, cast(self.feature_weight, features.dtype)))
-            return wide_linear(self.logit_proj, hidden)[:, 0] + cast(self.logit_bias, hidden.dtype)
+            return wide_linear(self.logit_proj, hidden)[..., 0] + cast(self.logit_bias, hidden.dtype)
 
     @staticmethod
     @torch.no_grad()
-    def _seen(table: SlotTable, event: Event, rules: Rules) -> Tensor:
-        """The features that come from the table, `[R, 7]`."""
+    def seen(table: SlotTable, event: Event, rules: Rules) -> Tensor:
+        """The features that come from the table, `[R, 7]`; the event's confidence is not looked at."""
         occupied = table.written > 0
         similarity = (table.keys @ event.key[..., None])[..., 0].masked_fill(~occupied, -torch.inf)
         best, match = similarity.max(1)
@@ -245,6 +244,40 @@ class SlotsRead(NamedTuple):
     logit: Tensor
     """Of the candidates' probabilities, 0 elsewhere."""
     accepted: Tensor
+
+
+class Facts(NamedTuple):
+    """The events of the rows, in order."""
+
+    hidden: Tensor
+    """The controller's part of each that does not depend on the table, `[R, E, F]`."""
+    event: Event
+    """`[R, E, ...]`, of which the confidence is yet to be found, and the value not yet multiplied by it."""
+
+
+class Trace(NamedTuple):
+    """What was decided. A bank of contents holds those that the table began with, then those of the events."""
+
+    output: Tensor
+    """`[R, L, D]`."""
+    confidence: Tensor
+    """`[R, L]`."""
+    written: Tensor
+    """1 + the position that each of the K slots read was written at, 0 for none, `[R, L, K]`."""
+    usage: Tensor
+    """`[R, L, K]`."""
+    origin: Tensor
+    """Where in the bank their contents are, `[R, L, K]`."""
+    nearest: Tensor
+    """Where the most alike key is, `[R, L]`."""
+    last: Tensor
+    """Where the contents of the slots are at the end, `[R, M]`."""
+    logit: Tensor
+    """Of the events, `[R, E]`."""
+    accepted: Tensor
+    """`[R, E]`."""
+    seen: Tensor
+    """The controller's features, `[R, E, 7]`."""
 
 
 class Slots(nn.Module):
@@ -288,48 +321,90 @@ class Slots(nn.Module):
             x: `[R, L, D]`, right-padded.
             qkv: of each token.
 
-        Cost: one step of a loop per event of the row with the most, whatever the number of rows.
+        Cost: one step of a loop without gradients per event of the row with the most, whatever the number of rows.
         """
         cuts = Cuts(events.candidate, step.added)
-        queries = cuts.gather(qkv.query)
-        position = step.position[:, None] + cuts.columns
-        asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
-        found, outcomes, logits, weights = [], [], [], self._read_weights(queries.dtype)
-        pieces = [cuts.split(each) for each in (queries, position, cuts.real, *asked)]
-        writes = self._events(x, qkv, step, events, cuts)
-        for query, place, real, key_id, version in zip(*pieces, strict=True):
-            if query.shape[1]:
-                reading = read(table, query, place, self.rules, weights, self.count, key_id, version)
-                found.append((reading, self._sources(table, reading)))
-                table = noted(table, reading, real)
-            hidden, event = next(writes, (None, None))
-            if hidden is not None and event is not None:
-                logits.append(self.controller(table, hidden, event, self.rules))
-                p = torch.sigmoid(logits[-1])
-                event = event._replace(confidence=p, value=p[:, None] * event.value)
-                table, outcome = write(table, event, self.rules)
-                outcomes.append(outcome)
-        readings = [reading for reading, _ in found]
-        return SlotsRead(
-            cuts.joined([reading.output for reading in readings]),
-            cuts.joined([reading.confidence for reading in readings]),
-            cuts.joined([sources for _, sources in found]),
-            *self._of_tokens(cuts, logits, outcomes, queries),
-        ), table
+        position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        weights, facts = self._read_weights(qkv.query.dtype), self._facts(x, qkv, position, events, cuts)
+        with torch.no_grad():
+            trace, new = self._decided(qkv.query, position, table, events, facts, cuts, weights)
+        logit, output, rho = trace.logit, trace.output, trace.confidence
+        if torch.is_grad_enabled():
+            # What was decided is kept; what it is made of is computed once more, for all tokens at once.
+            logit = self.controller(facts.hidden, trace.seen, facts.event.importance)
+            p = torch.sigmoid(logit)
+            bank = [
+                torch.cat([old, more], dim=1)
+                for old, more in zip(
+                    (table.keys, table.values, table.confidence),
+                    (facts.event.key, p[..., None] * facts.event.value, p),
+                    strict=True,
+                )
+            ]
+            keys, values, confidence = (_picked(each, trace.origin) for each in bank)
+            age = position[..., None] - trace.written + 1
+            nearest = _picked(bank[0], trace.nearest)
+            found = Found(keys, values, confidence, trace.usage, age, trace.written > 0, nearest)
+            output, rho = weigh(found, qkv.query, self.rules, weights, events.query_key_id)
+            contents = (_picked(each, trace.last) for each in bank)
+            new = new._replace(**dict(zip(("keys", "values", "confidence"), contents, strict=True)))
+        return SlotsRead(output, rho, trace.written, *self._of_tokens(cuts, logit, trace.accepted)), new
 
-    def _events(self, x: Tensor, qkv: QKV, step: Step, events: Events, cuts: Cuts) -> Iterator[tuple[Tensor, Event]]:
-        """The rows' next events and the controller's hidden part of them, in order."""
-        if not cuts.count:
-            return
+    def _facts(self, x: Tensor, qkv: QKV, position: Tensor, events: Events, cuts: Cuts) -> Facts:
+        """The rows' events, in order."""
         keys, values = unit_length(cuts.of_events(qkv.key)), widened(cuts.of_events(qkv.value))
         hidden, importance = self.controller.prepare(cuts.of_events(x))
-        position = step.position[:, None] + cuts.ends
         said = [None if each is None else cuts.of_events(each) for each in (events.key_id, events.version)]
-        numbers = [torch.zeros_like(position) if each is None else each for each in said]
+        numbers = [torch.zeros_like(cuts.ends) if each is None else each for each in said]
         protect = torch.zeros_like(cuts.present) if events.protect is None else cuts.of_events(events.protect)
-        fields = (cuts.present, position, keys, values, importance, importance, *numbers, protect)
-        for at in range(cuts.count):
-            yield hidden[:, at], Event(*(each[:, at] for each in fields))
+        place = cuts.of_events(position)
+        return Facts(hidden, Event(cuts.present, place, keys, values, importance, importance, *numbers, protect))
+
+    def _decided(
+        self,
+        query: Tensor,
+        position: Tensor,
+        table: SlotTable,
+        events: Events,
+        facts: Facts,
+        cuts: Cuts,
+        weights: ReadWeights,
+    ) -> tuple[Trace, SlotTable]:
+        """Read and write in order, without gradients."""
+        asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
+        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), cuts.real, *asked)]
+        logits, seen, accepted = list[Tensor](), list[Tensor](), list[Tensor]()
+        read_, origins = list[tuple[Tensor, ...]](), torch.arange(self.slots, device=query.device)
+        origin = origins.expand(len(query), -1)
+        for at, (q, place, real, key_id, version) in enumerate(zip(*pieces, strict=True)):
+            if q.shape[1]:
+                reading = read(table, q, place, self.rules, weights, self.count, key_id, version)
+                chosen = reading.slots.clamp(min=0)
+                read_.append(
+                    (
+                        reading.output,
+                        reading.confidence,
+                        _of_slots(table.written, chosen).masked_fill(reading.slots < 0, 0),
+                        _of_slots(table.usage, chosen),
+                        _of_slots(origin, chosen),
+                        _of_slots(origin, reading.nearest.clamp(min=0)[..., None])[..., 0],
+                    )
+                )
+                table = noted(table, reading, real)
+            if at < cuts.count:
+                event = Event(*(each[:, at] for each in facts.event))
+                seen.append(self.controller.seen(table, event, self.rules))
+                logits.append(self.controller(facts.hidden[:, at], seen[-1], event.importance))
+                p = torch.sigmoid(logits[-1])
+                table, outcome = write(table, event._replace(confidence=p, value=p[:, None] * event.value), self.rules)
+                accepted.append(outcome.accepted)
+                written = outcome.accepted[:, None] & (origins == outcome.slot[:, None])
+                origin = torch.where(written, self.slots + at, origin)
+        of_tokens = (cuts.joined(list(each)) for each in zip(*read_, strict=True))
+        if not cuts.count:
+            nothing = facts.hidden.new_zeros(len(query), 0, WriteController.FEATURES - 1)
+            return Trace(*of_tokens, origin, nothing[..., 0], nothing[..., 0] > 0, nothing), table
+        return Trace(*of_tokens, origin, *(torch.stack(each, dim=1) for each in (logits, accepted, seen))), table
 
     def _read_weights(self, dtype: torch.dtype) -> ReadWeights:
         sharpness, *positive, threshold = cast(self.score_weights, dtype).unbind()
@@ -337,21 +412,21 @@ class Slots(nn.Module):
         return ReadWeights(32 * torch.sigmoid(sharpness), confidence, usage, age, match_scale, threshold)
 
     @staticmethod
-    def _sources(table: SlotTable, reading: Reading) -> Tensor:
-        written = table.written[:, None].expand(-1, reading.slots.shape[1], -1)
-        return written.gather(2, reading.slots.clamp(min=0)).masked_fill(reading.slots < 0, 0)
-
-    @staticmethod
-    def _of_tokens(cuts: Cuts, logits: list[Tensor], outcomes: list[Outcome], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_tokens(cuts: Cuts, logit: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and acceptance of the candidates, at their tokens `[R, L]`."""
-        rows, tokens = cuts.candidate.shape
-        logit = like.new_zeros(rows, tokens)
-        accepted = torch.zeros_like(cuts.candidate)
-        if not logits:
-            return logit, accepted
-        logit = logit.scatter(1, cuts.ends, torch.stack(logits, dim=1))
-        accepted = accepted.scatter(1, cuts.ends, torch.stack([outcome.accepted for outcome in outcomes], dim=1))
+        at_tokens = (x.new_zeros(cuts.candidate.shape).scatter(1, cuts.ends, x) for x in (logit, accepted))
+        logit, accepted = at_tokens
         return torch.where(cuts.candidate, logit, 0.0), accepted & cuts.candidate
+
+
+def _of_slots(x: Tensor, slots: Tensor) -> Tensor:
+    """`x` `[R, M]` of each token's slots `[R, L, K]`."""
+    return x[:, None].expand(-1, slots.shape[1], -1).gather(2, slots)
+
+
+def _picked(bank: Tensor, at: Tensor) -> Tensor:
+    """`bank[r, at[r, ...]]` of `[R, N, ...]`."""
+    return _columns(bank, at.flatten(1)).view(*at.shape, *bank.shape[2:])
 
 
 class Cuts:
