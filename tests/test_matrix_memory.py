@@ -511,3 +511,15 @@ def test_pieces_take_the_weights_of_the_forward(name: str, monkeypatch: pytest.M
         model.model.layers[0].mixer.norm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
+def test_several_chunks_are_one_graph(op: str) -> None:
+    f, inputs = case(op, 130)
+    inputs["query"].requires_grad_()
+    wanted = f(**inputs)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for got, want in zip(compiled(**inputs), wanted, strict=True):
+        close(got, want, BOUND)
+    compiled(**inputs)[0].sum().backward()
+    assert bool(inputs["query"].grad.any())

@@ -143,7 +143,7 @@ class _States(torch.autograd.Function):
         starts, deltas = state.new_empty(*u.shape[:3], *state.shape[2:]), torch.empty_like(u)
         for n in range(u.shape[2]):
             starts[:, :, n] = state
-            torch.sub(u[:, :, n], w[:, :, n] @ state, out=deltas[:, :, n])
+            deltas[:, :, n] = u[:, :, n] - w[:, :, n] @ state
             state = torch.addcmul(ends[:, :, n] @ deltas[:, :, n], kept[:, :, n], state)
         ctx.save_for_backward(w, ends, kept, starts, deltas)
         return starts, deltas, state

@@ -50,7 +50,7 @@ def linear_attention(
 
     Returns:
         `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype
-        (by Triton, matrix products in that of the values).
+        (by Triton, matrix products in that of the values). They have first derivatives only.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -118,10 +118,10 @@ class ManagedState(NamedTuple):
 
 
 class QKV(NamedTuple):
-    """What each token asks for and would store, `[R, L, D]` each."""
+    """What each token asks for and would store, `[R, L, D]` each, in float32 or wider."""
 
     query: Tensor
-    """Of unit length, in float32 or wider."""
+    """Of unit length."""
     key: Tensor
     value: Tensor
 
@@ -155,8 +155,8 @@ class Projections(nn.Module):
         return like.new_zeros(rows, self.conv_weight.shape[1] - 1, 3 * self.width)
 
     def forward(self, x: Tensor, step: Step, tail: Tensor) -> tuple[QKV, Tensor]:
-        projected, weight = self.qkv_proj(x), cast(self.conv_weight, x.dtype)
-        tail = cast(tail, projected.dtype)
+        projected = widened(self.qkv_proj(x))  # sums that decisions hang on, in whatever cut
+        weight, tail = cast(self.conv_weight, projected.dtype), cast(tail, projected.dtype)
         y, tail = short_conv(projected, weight, tail, lengths=step.lengths, backend=self.backend)
         q, k, v = y.chunk(3, dim=-1)
         return QKV(unit_length(q), k, v), tail
@@ -352,7 +352,7 @@ class Slots(nn.Module):
 
     def _facts(self, x: Tensor, qkv: QKV, position: Tensor, events: Events, cuts: Cuts) -> Facts:
         """The rows' events, in order."""
-        keys, values = unit_length(cuts.of_events(qkv.key)), widened(cuts.of_events(qkv.value))
+        keys, values = unit_length(cuts.of_events(qkv.key)), cuts.of_events(qkv.value)
         hidden, importance = self.controller.prepare(cuts.of_events(x))
         said = [None if each is None else cuts.of_events(each) for each in (events.key_id, events.version)]
         numbers = [torch.zeros_like(cuts.ends) if each is None else each for each in said]
@@ -542,7 +542,7 @@ class Chunks(nn.Module):
         Returns:
             Outputs `[R, L, D]`, 0 where nothing was looked up; how many chunks were, `[R, L]`; the new index.
         """
-        q = cast(qkv.query, qkv.key.dtype)
+        q = qkv.query
         kv = torch.cat([qkv.key, qkv.value], dim=-1)
         recent = torch.cat([index.recent_ids, ids + 1], dim=1)
         index = self._stored(kv, ids + 1, step, index)
@@ -674,7 +674,8 @@ class ManagedMemory(nn.Module):
         if self.chunks is not None and index is not None:
             assert events.ids is not None
             wanted = rho.detach() < self.threshold
-            more, looked, index = self.chunks(qkv, step, index, events.ids, wanted)
+            narrow = QKV(*(cast(each, x.dtype) for each in qkv))
+            more, looked, index = self.chunks(narrow, step, index, events.ids, wanted)
             y = y + torch.where(wanted, 1 - rho, 0.0)[..., None] * more
         y = self.o_proj(torch.sigmoid(self.gate_proj(x)) * cast(y, x.dtype))
         chunks = 1 + self._distinct(found.sources) + looked

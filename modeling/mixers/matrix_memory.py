@@ -72,7 +72,7 @@ class MatrixMemory(Mixer):
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
         self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend) if self.has_conv else None
-        self.norm = FusedRMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.norm, self.eps = FusedRMSNorm(self.value_dim, eps=config.rms_norm_eps), config.rms_norm_eps
         self.gating = None if config.output_gate is None else gating(config, config.output_gate)
         if self.gating is not None:
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
@@ -99,7 +99,7 @@ class MatrixMemory(Mixer):
         gate = None if self.gating is None else self.gate_proj(x)
         pieces = split((projected, gate, *self.controls(x)), SEGMENT)
         steps = step.split(x.shape[1], SEGMENT)
-        weights = None if self.conv is None else self.conv.weight, self.norm()
+        weights = None if self.conv is None else self.conv.weight, self.norm(projected)
         begun = self._begin(projected) if state is None else state
         y, new_state = scan(
             self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)]
@@ -125,7 +125,7 @@ class MatrixMemory(Mixer):
         y, state = self.memorize(qk, v, controls, step, state)
         y = cast(y, weights[1].dtype)
         if gate is None or self.gating is None:
-            y = F.rms_norm(y, (self.value_dim,), weights[1], self.norm.eps).flatten(2)
+            y = F.rms_norm(y, (self.value_dim,), weights[1], self.eps).flatten(2)
         else:
             y = norm_gate(y, weights[1], gate, **self.gating)
         return cast(y, dtype), state
@@ -164,12 +164,13 @@ class MatrixMemory(Mixer):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """A norm that is computed together with what follows; a call gives its weight.
+    """A norm that is computed together with what follows; a call with its input gives its weight.
 
-    It is a call because accelerate, where it keeps weights on a disk, brings in those of the module that is called.
+    It is a call because accelerate, where it keeps weights on a disk, brings in those of the module that is called, and
+    PEFT puts others in its place.
     """
 
-    def forward(self) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         return self.weight
 
 

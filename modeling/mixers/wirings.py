@@ -53,17 +53,17 @@ class MemoryOutput(nn.Module):
     def __init__(self, config: PreTrainedConfig, heads: int, value_dim: int, gate: str | None) -> None:
         super().__init__()
         width = config.hidden_size
-        self.norm = FusedRMSNorm(value_dim, eps=config.rms_norm_eps)
+        self.norm, self.eps = FusedRMSNorm(value_dim, eps=config.rms_norm_eps), config.rms_norm_eps
         self.gating = None if gate is None else gating(config, gate)
         if gate is not None:
             self.gate_proj = nn.Linear(width, heads * value_dim, bias=False)
         self.o_proj = nn.Linear(heads * value_dim, width, bias=False)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        weight = self.norm()
+        weight = self.norm(y)
         y = y.unflatten(-1, (-1, *weight.shape))
         if self.gating is None:
-            return self.o_proj(F.rms_norm(y, weight.shape, weight, self.norm.eps).flatten(-2))
+            return self.o_proj(F.rms_norm(y, weight.shape, weight, self.eps).flatten(-2))
         return self.o_proj(norm_gate(y, weight, self.gate_proj(x), **self.gating))
 
 
@@ -83,8 +83,8 @@ class BranchGate(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
-        weight = None if self.attention_norm is None else self.attention_norm()
-        return self.o_proj(norm_gate(y, weight, m, self.memory_norm(), **self.gating))
+        weight = None if self.attention_norm is None else self.attention_norm(y)
+        return self.o_proj(norm_gate(y, weight, m, self.memory_norm(m), **self.gating))
 
 
 def branch_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
@@ -214,13 +214,13 @@ class MAC(Wiring):
         persistent = self.persistent()
         if state is None:
             _, memory = self.memory.begin(x.shape[0], x)
-            window, past = None, self.memory.contents(memory)
+            window, past = None, self._contents(memory)
         else:
             memory, window, past = state
         outputs = []
         for part in self._parts(x, step, fresh=state is None):
             if part.whole:
-                window, past = None, self.memory.contents(memory)
+                window, past = None, self._contents(memory)
             elif window is not None:
                 starts = (part.begun == 0) & (part.added > 0)
                 window = window._replace(valid=torch.where(starts, 0, window.valid))
@@ -238,6 +238,11 @@ class MAC(Wiring):
             outputs.append(self.output(y, m))
         assert window is not None
         return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, past)
+
+    def _contents(self, memory: Any) -> tuple[Tensor, ...]:
+        """What the memory holds, and goes on holding: without gradients a token may be written over it."""
+        contents = self.memory.contents(memory)
+        return contents if torch.is_grad_enabled() else tuple(each.clone() for each in contents)
 
     def _bounds(self, step: Step) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Tokens of the running segment per row, and the bounds of the new tokens that fall into each segment."""
