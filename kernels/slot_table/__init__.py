@@ -29,7 +29,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.registry import as_given
@@ -198,6 +197,11 @@ def empty_table(batch: int, slots: int, key_dim: int, value_dim: int, like: Tens
     )
 
 
+def alikeness(table: SlotTable, event: Event) -> Tensor:
+    """How alike each slot's key and the event's are, `[B, M]`; of no meaning where a slot is empty."""
+    return torch.bmm(table.keys, event.key[..., None])[..., 0]  # what `@` does around it costs more than the product
+
+
 def keep(table: SlotTable, position: Tensor, rules: Rules) -> Tensor:
     """What each slot is worth at `position` `[B]`, `[B, M]`; of no meaning where a slot is empty."""
     return (
@@ -241,7 +245,7 @@ def write(table: SlotTable, event: Event, rules: Rules) -> tuple[SlotTable, Outc
         over = here & (kind == OVERWRITTEN)
         new = at & ~over
         contested = here & (kind >= ACCEPTED)
-        counts = table.counts + F.one_hot(outcome.kind.clamp(min=0), len(OUTCOMES)) * present
+        counts = table.counts.scatter_add(1, kind.clamp(min=0), present.to(torch.int64))
     # A rejected event may hold NaN, which no product with 0 removes.
     written = SlotTable(
         keys=torch.where(at[..., None], event.key[:, None], table.keys),
@@ -305,7 +309,7 @@ def read(
         raise ValueError(f"slot_table: count={count}: expected 1 to the table's {slots} slots.")
     with as_given(query.device):
         eligible = _eligible(table, rules, key_id, version)
-        found = query.to(table.keys.dtype) @ table.keys.mT
+        found = torch.bmm(query.to(table.keys.dtype), table.keys.mT)
         if key_id is not None:
             found = torch.where(key_id[..., None] > 0, 1.0, found)
         age = _aged(position[..., None] - table.written[:, None] + 1, rules, table.keys.dtype)
@@ -319,7 +323,7 @@ def read(
         any_held = held.any(-1)
         best, nearest = found.masked_fill(~eligible, -torch.inf).max(-1)
         return Reading(
-            spread @ table.values,
+            torch.bmm(spread, table.values),
             _rho(weights, best, any_held),
             spread,
             torch.where(held, top, -1),
@@ -393,7 +397,7 @@ def _expect(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
 
 def _decide(table: SlotTable, event: Event, rules: Rules) -> Outcome:
     occupied, version = table.written > 0, event.version[:, None]
-    similarity = (table.keys @ event.key[..., None])[..., 0]
+    similarity = alikeness(table, event)
     same = occupied & torch.where(
         event.key_id[:, None] > 0, table.key_id == event.key_id[:, None], similarity >= rules.same_threshold
     )
@@ -458,7 +462,8 @@ def _eligible(table: SlotTable, rules: Rules, key_id: Tensor | None, version: Te
     if version is not None:
         eligible = eligible & ((version[..., None] == 0) | (table.version[:, None] <= version[..., None]))
     if rules.versions_per_key > 1:
-        alike = table.keys.detach() @ table.keys.detach().mT >= rules.same_threshold
+        keys = table.keys.detach()
+        alike = torch.bmm(keys, keys.mT) >= rules.same_threshold
         ids = table.key_id[:, :, None], table.key_id[:, None]
         alike = torch.where((ids[0] > 0) | (ids[1] > 0), ids[0] == ids[1], alike)
         newer = alike & (table.version[:, None] > table.version[:, :, None])  # slot i has a newer one of its key, j

@@ -35,9 +35,11 @@ from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
     Found,
+    Reading,
     ReadWeights,
     Rules,
     SlotTable,
+    alikeness,
     empty_table,
     keep,
     noted,
@@ -206,8 +208,7 @@ class WriteController(nn.Module):
     def seen(table: SlotTable, event: Event, rules: Rules) -> Tensor:
         """The features that come from the table, `[R, 7]`; the event's confidence is not looked at."""
         occupied = table.written > 0
-        similarity = (table.keys @ event.key[..., None])[..., 0].masked_fill(~occupied, -torch.inf)
-        best, match = similarity.max(1)
+        best, match = alikeness(table, event).masked_fill(~occupied, -torch.inf).max(1)
         some = occupied.any(1)
 
         def of_match(x: Tensor) -> Tensor:
@@ -358,7 +359,9 @@ class Slots(nn.Module):
         numbers = [torch.zeros_like(cuts.ends) if each is None else each for each in said]
         protect = torch.zeros_like(cuts.present) if events.protect is None else cuts.of_events(events.protect)
         place = cuts.of_events(position)
-        return Facts(hidden, Event(cuts.present, place, keys, values, importance, importance, *numbers, protect))
+        key_id, version = numbers
+        given = (cuts.present, place, keys, values, importance, importance, key_id, version, protect)
+        return Facts(hidden, Event(*given))
 
     def _decided(
         self,
@@ -373,38 +376,47 @@ class Slots(nn.Module):
         """Read and write in order, without gradients."""
         asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
         pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), cuts.real, *asked)]
+        said = zip(*(each.unbind(1) for each in facts.event), strict=True)
         logits, seen, accepted = list[Tensor](), list[Tensor](), list[Tensor]()
-        read_, origins = list[tuple[Tensor, ...]](), torch.arange(self.slots, device=query.device)
-        origin = origins.expand(len(query), -1)
+        readings, before = list[Reading](), list[tuple[Tensor, Tensor, Tensor]]()
+        slots = torch.arange(self.slots, device=query.device)
+        origin = slots.expand(len(query), -1)
         for at, (q, place, real, key_id, version) in enumerate(zip(*pieces, strict=True)):
             if q.shape[1]:
-                reading = read(table, q, place, self.rules, weights, self.count, key_id, version)
-                chosen = reading.slots.clamp(min=0)
-                read_.append(
-                    (
-                        reading.output,
-                        reading.confidence,
-                        _of_slots(table.written, chosen).masked_fill(reading.slots < 0, 0),
-                        _of_slots(table.usage, chosen),
-                        _of_slots(origin, chosen),
-                        _of_slots(origin, reading.nearest.clamp(min=0)[..., None])[..., 0],
-                    )
-                )
-                table = noted(table, reading, real)
+                readings.append(read(table, q, place, self.rules, weights, self.count, key_id, version))
+                before.append((table.written, table.usage, origin))
+                table = noted(table, readings[-1], real)
             if at < cuts.count:
-                event = Event(*(each[:, at] for each in facts.event))
+                event = Event._make(next(said))
                 seen.append(self.controller.seen(table, event, self.rules))
                 logits.append(self.controller(facts.hidden[:, at], seen[-1], event.importance))
                 p = torch.sigmoid(logits[-1])
                 table, outcome = write(table, event._replace(confidence=p, value=p[:, None] * event.value), self.rules)
                 accepted.append(outcome.accepted)
-                written = outcome.accepted[:, None] & (origins == outcome.slot[:, None])
-                origin = torch.where(written, self.slots + at, origin)
-        of_tokens = (cuts.joined(list(each)) for each in zip(*read_, strict=True))
-        if not cuts.count:
-            nothing = facts.hidden.new_zeros(len(query), 0, WriteController.FEATURES - 1)
-            return Trace(*of_tokens, origin, nothing[..., 0], nothing[..., 0] > 0, nothing), table
-        return Trace(*of_tokens, origin, *(torch.stack(each, dim=1) for each in (logits, accepted, seen))), table
+                is_new = accepted[-1][:, None] & (slots == outcome.slot[:, None])
+                origin = torch.where(is_new, self.slots + at, origin)
+        output, rho, chosen, nearest = (
+            cuts.joined([getattr(reading, name) for reading in readings])
+            for name in ("output", "confidence", "slots", "nearest")
+        )
+        segment = cuts.joined([torch.full_like(reading.nearest, at) for at, reading in enumerate(readings)])
+        written, usage, origins = (
+            _columns(torch.stack(each, dim=1), segment) for each in zip(*before, strict=True)
+        )  # [R, L, M]
+        place = chosen.clamp(min=0)
+        nothing = facts.hidden.new_zeros(len(query), 0, WriteController.FEATURES - 1)
+        return Trace(
+            output=output,
+            confidence=rho,
+            written=written.gather(2, place).masked_fill(chosen < 0, 0),
+            usage=usage.gather(2, place),
+            origin=origins.gather(2, place),
+            nearest=origins.gather(2, nearest.clamp(min=0)[..., None])[..., 0],
+            last=origin,
+            logit=torch.stack(logits, dim=1) if logits else nothing[..., 0],
+            accepted=torch.stack(accepted, dim=1) if accepted else nothing[..., 0] > 0,
+            seen=torch.stack(seen, dim=1) if seen else nothing,
+        ), table
 
     def _read_weights(self, dtype: torch.dtype) -> ReadWeights:
         sharpness, *positive, threshold = cast(self.score_weights, dtype).unbind()
@@ -417,11 +429,6 @@ class Slots(nn.Module):
         at_tokens = (x.new_zeros(cuts.candidate.shape).scatter(1, cuts.ends, x) for x in (logit, accepted))
         logit, accepted = at_tokens
         return torch.where(cuts.candidate, logit, 0.0), accepted & cuts.candidate
-
-
-def _of_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """`x` `[R, M]` of each token's slots `[R, L, K]`."""
-    return x[:, None].expand(-1, slots.shape[1], -1).gather(2, slots)
 
 
 def _picked(bank: Tensor, at: Tensor) -> Tensor:
