@@ -140,9 +140,12 @@ SPILLED = {("deep_memory", "walk_back_kernel", "sm_80"): 8}
 
 
 def narrow_offsets(ir: str) -> list[str]:
-    """Steps from a pointer by 32-bit offsets that are no constants of the source."""
+    """Steps from a pointer by 32-bit offsets that are no constants of the source, or made of such."""
     steps = re.findall(r"(tt\.addptr %\S+, (%\S+) : .*i32)", ir)
     constants = set(re.findall(r"(%\S+) = arith\.constant", ir))
+    for made, parts in re.findall(r"(%\S+) = arith\.(?:addi|subi|muli) (%.+?) :", ir):
+        if constants.issuperset(re.findall(r"%[^\s,]+", parts)):
+            constants.add(made)
     return [step for step, offset in steps if offset not in constants]
 
 

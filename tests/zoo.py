@@ -194,7 +194,6 @@ TINY |= {
         write_trigger="token",
         event_token_ids=list(range(1, VOCAB, 2)),
         same_threshold=0.0,
-        write_threshold=0.6,
         version_mode="history",
         versions_per_key=2,
         fallback_chunks=2,

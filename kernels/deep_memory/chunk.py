@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -316,7 +315,7 @@ def inner_gradients(
     unclipped, clip = deltas, None
     if network.max_gradient_norm < math.inf:
         norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
-        norm = reduce(torch.hypot, norms)
+        norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))  # whose gradient at 0 is 0
         if bool((norm > network.max_gradient_norm).any()):
             clip = (norm / network.max_gradient_norm).clamp(min=1).reciprocal()
             deltas = [d * clip for d in deltas]
