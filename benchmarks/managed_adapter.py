@@ -7,8 +7,8 @@ A stream is a few sentences, "The code 4817 belongs to Nora.", and a question, "
 the sentences are about a name that was there before, with a new code; the question asks for any of the names. The slots
 hold fewer names than there are, so that some answers have to be looked for outside them (route "sparse"). The model is
 frozen, and its hidden states are computed once; the adapter is told integer key ids of the sentences and the hidden
-state of the asked name, encoded by itself. Held-out streams have seeds of their own, with `--names unseen` also names
-that no training stream has.
+state of the asked name, encoded by itself. Held-out streams are of names that no training stream has; with `--names
+shared` of the same names in other streams.
 
 Source: the frozen-model probe of Memory-Managed Long-Context Attention (arXiv 2606.28876), version 1, which reports
 1079 of 1080 over six families of models, with oracle integer key ids and separately encoded keys. This is one model of
@@ -137,10 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layer", type=int, default=12, help="whose hidden states are read; default 12")
     parser.add_argument("--events", type=int, default=9, help="sentences of a stream; default 9")
     parser.add_argument("--slots", type=int, default=4, help="of the table; default 4")
-    parser.add_argument("--names", choices=("shared", "unseen"), default="shared", help="of held-out streams")
-    parser.add_argument("--streams", type=int, default=240, help="to train on; default 240")
+    parser.add_argument("--names", choices=("unseen", "shared"), default="unseen", help="of held-out streams")
+    parser.add_argument("--streams", type=int, default=60, help="to train on; default 60")
     parser.add_argument("--samples", type=int, default=180, help="held-out streams; default 180")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results to this file")
