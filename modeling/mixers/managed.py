@@ -564,11 +564,13 @@ class Chunks(nn.Module):
         sketch_bits = index.sketches.transpose(1, 2)
         for low in range(0, ids.shape[1], QUERY_BLOCK):
             part = slice(low, low + QUERY_BLOCK)
-            before = torch.arange(index.chunks.shape[1], device=ids.device) < chunk[:, part, None]
+            reach = min(max(1, int(chunk[:, part].max())), index.chunks.shape[1])  # later chunks are for later tokens
+            before = torch.arange(reach, device=ids.device) < chunk[:, part, None]
             before = before & wanted[:, part, None]
             looked = [recent[:, low + lag : low + lag + before.shape[1]] for lag in range(self.window)]
-            chosen, held = self._found(q[:, part], index, sketch_bits, looked, before)
-            outputs.append(self._attend(q[:, part], index.chunks, chosen, held))
+            chunks = index.chunks[:, :reach]
+            chosen, held = self._found(q[:, part], chunks, sketch_bits[:, :, :reach], looked, before)
+            outputs.append(self._attend(q[:, part], chunks, chosen, held))
             counts.append(held.sum(-1))
         return torch.cat(outputs, dim=1), torch.cat(counts, dim=1), index
 
@@ -604,11 +606,11 @@ class Chunks(nn.Module):
 
     @torch.no_grad()
     def _found(
-        self, q: Tensor, index: ChunkIndex, sketches: Tensor, looked: list[Tensor], before: Tensor
+        self, q: Tensor, chunks: Tensor, sketches: Tensor, looked: list[Tensor], before: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The best chunks of each token `[R, L, K]` and which of those there are, among `before` `[R, L, N]`."""
         with as_given(q.device):
-            salient = widened(index.chunks[:, :, : self.salient, : self.width])
+            salient = widened(chunks[:, :, : self.salient, : self.width])
             score = (widened(q) @ salient.flatten(1, 2).mT).unflatten(2, (-1, self.salient)).amax(-1)
             score = score * self.width**-0.5
             row, total = torch.arange(len(q), device=q.device)[:, None], before.sum(-1, keepdim=True)
