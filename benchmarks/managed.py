@@ -230,7 +230,7 @@ class LookUp:
         """The best complete chunks before the question that ends at `ask`, best first."""
         looked = [self.ids[ask - lag].view(1, 1) + 1 for lag in range(self.chunks.window)]
         before = torch.arange(self.index.chunks.shape[1]) < ask // self.chunks.size
-        chosen, held = self.chunks._found(query[None, None], self.index, self.bits, looked, before[None, None])
+        chosen, held = self.chunks._found(query[None, None], self.index.chunks, self.bits, looked, before[None, None])
         return chosen[held].tolist()
 
 
