@@ -212,16 +212,17 @@ class MAC(Wiring):
 
     def forward(self, x: Tensor, step: Step, state: ContextState | None) -> tuple[Tensor, ContextState]:
         persistent = self.persistent()
+        window: KeyValueState | None = None
+        past: tuple[Tensor, ...] = ()
         if state is None:
             _, memory = self.memory.begin(x.shape[0], x)
-            window, past = None, self._contents(memory)
         else:
             memory, window, past = state
         outputs = []
         for part in self._parts(x, step, fresh=state is None):
-            if part.whole:
+            if part.whole or window is None:
                 window, past = None, self._contents(memory)
-            elif window is not None:
+            else:
                 starts = (part.begun == 0) & (part.added > 0)
                 window = window._replace(valid=torch.where(starts, 0, window.valid))
                 past = tuple(
