@@ -27,10 +27,11 @@ def _gelu(h: Tensor, order: int) -> list[Tensor]:
     below = torch.special.ndtr(h)
     found = [h * below]
     if order > 0:
-        density = torch.exp(h.square().mul_(-0.5)) * (1 / math.sqrt(2 * math.pi))
+        square = h.square()
+        density = (square * -0.5).sub_(math.log(2 * math.pi) / 2).exp_()
         found.append(torch.addcmul(below, h, density))
-    if order > 1:
-        found.append(density * (2 - h.square()))
+        if order > 1:
+            found.append(square.sub_(2).mul_(density).neg_())
     return found
 
 
@@ -108,18 +109,22 @@ class Units:
         """From what comes back to `x` to what comes back to `h`."""
         return self.act.pullback(r, h)
 
-    def slopes(self, h: Tensor) -> list[Tensor]:
-        """What the next two take of `h`."""
-        return self.act.derivatives(h, 2)[1:]
+    def parts(self, h: Tensor) -> list[Tensor]:
+        """`x` first, then what the next three take of `h`."""
+        return self.act.derivatives(h, 2)
 
-    def pullback_backward(self, g: Tensor, r: Tensor, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def pullback_by(self, r: Tensor, parts: list[Tensor]) -> Tensor:
+        """`pullback(r, h)`."""
+        return r * parts[1]
+
+    def pullback_backward(self, g: Tensor, r: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Gradients of `r` and `h` from that of `pullback(r, h)`."""
-        slope, curvature = slopes
+        _, slope, curvature = parts
         return g * slope, (g * r).mul_(curvature)
 
-    def add_pullback(self, d_h: Tensor, r: Tensor, slopes: list[Tensor]) -> None:
+    def add_pullback(self, d_h: Tensor, r: Tensor, parts: list[Tensor]) -> None:
         """Add `pullback(r, h)` to `d_h`."""
-        d_h.addcmul_(r, slopes[0])
+        d_h.addcmul_(r, parts[1])
 
 
 class GatedUnits(Units):
@@ -132,17 +137,22 @@ class GatedUnits(Units):
         a, b = h[..., 0::2], h[..., 1::2]
         return _pairs(self.act.pullback(r * b, a), r * self.act.value(a))
 
-    def slopes(self, h: Tensor) -> list[Tensor]:
-        return [*self.act.derivatives(h[..., 0::2], 2), h[..., 1::2]]
+    def parts(self, h: Tensor) -> list[Tensor]:
+        value, slope, curvature = self.act.derivatives(h[..., 0::2], 2)
+        b = h[..., 1::2]
+        return [value * b, value, slope, curvature, b]
 
-    def pullback_backward(self, g: Tensor, r: Tensor, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        value, slope, curvature, b = slopes
+    def pullback_by(self, r: Tensor, parts: list[Tensor]) -> Tensor:
+        _, value, slope, _, b = parts
+        return _pairs(r * b * slope, r * value)
+
+    def pullback_backward(self, g: Tensor, r: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        _, value, slope, curvature, b = parts
         g_a, g_b = g[..., 0::2], g[..., 1::2]
         return g_a * b * slope + g_b * value, _pairs(r * (g_a * b * curvature + g_b * slope), r * g_a * slope)
 
-    def add_pullback(self, d_h: Tensor, r: Tensor, slopes: list[Tensor]) -> None:
-        value, slope, _, b = slopes
-        d_h.add_(_pairs(r * b * slope, r * value))
+    def add_pullback(self, d_h: Tensor, r: Tensor, parts: list[Tensor]) -> None:
+        d_h.add_(self.pullback_by(r, parts))
 
 
 def _pairs(a: Tensor, b: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,18 @@ class Coefficients(NamedTuple):
     orthogonal_end: Tensor | None = None
     """Of the next anchor's orthogonalised momentum in its weights, `[M, E]`; `None` but for Muon once a chunk."""
 
-    def at(self, chunk: int, blocks: int) -> Coefficients:
-        """Those of one chunk and of the first blocks."""
-        one = self.map(lambda x: x[chunk])
+    def of_chunks(self) -> list[Coefficients]:
+        """Those of each chunk."""
+        chunks = zip(*(x.unbind(0) for x in self if x is not None), strict=True)
+        return [Coefficients(*one) for one in chunks]
+
+    def of_blocks(self, blocks: int) -> Coefficients:
+        """Those of the first blocks."""
+        if blocks == self.keep.shape[-1]:
+            return self
         per_block = ("keep", "momentum_read", "keep_end", "momentum_read_end", "momentum_keep_end", "orthogonal_end")
-        given = {name: getattr(one, name) for name in per_block}
-        return one._replace(**{name: x[..., :blocks] for name, x in given.items() if x is not None})
+        given = {name: getattr(self, name) for name in per_block}
+        return self._replace(**{name: x[..., :blocks] for name, x in given.items() if x is not None})
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Coefficients:
         """`f` of each that there is."""
@@ -89,16 +96,16 @@ class Network:
     max_gradient_norm: float
     newton_schulz_steps: int | None = None
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return len(self.widths) - 1
 
-    @property
+    @cached_property
     def outs(self) -> tuple[int, ...]:
         """What each layer gives, before its activation."""
         return tuple(2 * width if self.gated and at == 0 else width for at, width in enumerate(self.widths[1:]))
 
-    @property
+    @cached_property
     def units(self) -> Units:
         return (GatedUnits if self.gated else Units)(self.activation)
 
@@ -118,14 +125,15 @@ class Network:
 
     def of_memory(self, memory: Sequence[Tensor]) -> list[Tensor]:
         """This network's part of weights and momentum `[M, out, in]` of a wider one."""
-        layers = [*range(self.depth)] * (len(memory) // self.depth)
-        return [x[:, : self.outs[at], : self.widths[at]] for x, at in zip(memory, layers, strict=True)]
+        shapes = [*zip(self.outs, self.widths, strict=False)] * (len(memory) // self.depth)
+        return [x if x.shape[1:] == (o, i) else x[:, :o, :i] for x, (o, i) in zip(memory, shapes, strict=True)]
 
     def of_rows(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """This network's part of inputs and deltas `[M, C, units]` of a wider one."""
-        return [x[..., :width] for x, width in zip(rows, self.row_widths, strict=True)]
+        widths = self.row_widths
+        return [x if x.shape[-1] == width else x[..., :width] for x, width in zip(rows, widths, strict=True)]
 
-    @property
+    @cached_property
     def row_widths(self) -> tuple[int, ...]:
         """Widths of a token's inputs, then deltas."""
         return (*self.widths[:-1], *self.outs)
@@ -253,9 +261,10 @@ def _anchor_product_backward(
     d_pairs: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Gradient of `z`; those of weights and coefficients are added to `d_pairs`."""
-    dz = torch.zeros_like(z)
+    dz = torch.zeros_like(z) if network.is_between(layer) else None
     for at, ((weight, c), (d_weight, d_c)) in enumerate(zip(pairs, d_pairs, strict=True)):
         if network.is_between(layer):
+            assert dz is not None
             for block in range(network.blocks):
                 for out, into in _shells(network, layer, block):
                     g_out, z_in = g[..., out], z[..., into]
@@ -266,13 +275,15 @@ def _anchor_product_backward(
         elif network.scales_inputs(layer):
             g_w = torch.bmm(g, weight)
             d_weight.baddbmm_(g.mT, network.scale(z, c, layer))
-            dz += network.scale(g_w, c, layer)
-            d_c += network.per_block(g_w.mul_(z), layer)
+            d_c.add_(network.per_block(g_w * z, layer))
+            g_z = network.scale(g_w, c, layer)
+            dz = g_z if dz is None else dz.add_(g_z)
         else:
             g_c = network.scale(g, c, layer + 1)
             d_weight.baddbmm_(g_c.mT, z)
-            dz.baddbmm_(g_c, weight)
-            d_c += network.per_block(plain[at] * g, layer + 1)
+            dz = torch.bmm(g_c, weight) if dz is None else dz.baddbmm_(g_c, weight)
+            d_c.add_(network.per_block(plain[at] * g, layer + 1))
+    assert dz is not None
     return dz
 
 
@@ -288,10 +299,10 @@ class Inner(NamedTuple):
     """The deltas before the bound on the gradient's norm."""
     clip: Tensor | None
     """The factor that keeps the gradient's norm within its bound, `[M, t, 1]`; `None` where no token exceeds it."""
-    hidden: list[Tensor]
-    """What each activation was given."""
     back: list[Tensor]
     """What came back to each activation."""
+    parts: list[list[Tensor]]
+    """`Units.parts` of what each activation was given; empty but from `inner_again`."""
 
 
 def inner_gradients(
@@ -303,6 +314,48 @@ def inner_gradients(
     for layer in range(network.depth - 1):
         hidden.append(torch.bmm(inputs[layer], weights[layer].mT))
         inputs.append(_masked(network, units.value(hidden[layer]), is_open, layer + 1))
+
+    def pullback(back: Tensor, layer: int) -> Tensor:
+        return units.pullback(back, hidden[layer])
+
+    deltas, back = _deltas(network, weights, inputs, key, value, is_open, pullback)
+    clip = _clip(network, inputs, deltas)
+    return Inner(inputs, _clipped(deltas, clip), deltas, clip, back, [])
+
+
+def inner_again(
+    network: Network,
+    weights: Sequence[Tensor],
+    key: Tensor,
+    value: Tensor,
+    is_open: Tensor | None,
+    clip: Tensor | None,
+) -> Inner:
+    """`inner_gradients`, of which `clip` is known, with what the backward takes of the activations: it gives their
+    values and slopes, too."""
+    units = network.units
+    inputs, parts = [_masked(network, key, is_open, 0)], []
+    for layer in range(network.depth - 1):
+        parts.append(units.parts(torch.bmm(inputs[layer], weights[layer].mT)))
+        inputs.append(_masked(network, parts[layer][0], is_open, layer + 1))
+
+    def pullback(back: Tensor, layer: int) -> Tensor:
+        return units.pullback_by(back, parts[layer])
+
+    deltas, back = _deltas(network, weights, inputs, key, value, is_open, pullback)
+    return Inner(inputs, _clipped(deltas, clip), deltas, clip, back, parts)
+
+
+def _deltas(
+    network: Network,
+    weights: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    key: Tensor,
+    value: Tensor,
+    is_open: Tensor | None,
+    pullback: Callable[[Tensor, int], Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each layer's deltas, and what comes back to each activation; `pullback(back, layer)` goes through one."""
     if network.objective == "dot":
         deltas = [-value]
     else:
@@ -311,15 +364,23 @@ def inner_gradients(
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, torch.bmm(deltas[0], weights[layer]))
-        deltas.insert(0, _masked(network, units.pullback(back[0], hidden[layer - 1]), is_open, layer))
-    unclipped, clip = deltas, None
-    if network.max_gradient_norm < math.inf:
-        norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
-        norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))  # whose gradient at 0 is 0
-        if bool((norm > network.max_gradient_norm).any()):
-            clip = (norm / network.max_gradient_norm).clamp(min=1).reciprocal()
-            deltas = [d * clip for d in deltas]
-    return Inner(inputs, deltas, unclipped, clip, hidden, back)
+        deltas.insert(0, _masked(network, pullback(back[0], layer - 1), is_open, layer))
+    return deltas, back
+
+
+def _clip(network: Network, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> Tensor | None:
+    """See `Inner.clip`."""
+    if network.max_gradient_norm == math.inf:
+        return None
+    norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
+    norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))  # whose gradient at 0 is 0
+    if not bool((norm > network.max_gradient_norm).any()):
+        return None
+    return (norm / network.max_gradient_norm).clamp(min=1).reciprocal()
+
+
+def _clipped(deltas: list[Tensor], clip: Tensor | None) -> list[Tensor]:
+    return deltas if clip is None else [d * clip for d in deltas]
 
 
 def _first(x: Tensor, like: Tensor) -> Tensor:
@@ -352,16 +413,15 @@ def inner_backward(
     d_deltas: list[Tensor],
     d_weights: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of key and value; those of the weights are added to `d_weights`."""
+    """Gradients of key and value; those of the weights are added to `d_weights`. Changes what it is given of rows."""
     depth, units = network.depth, network.units
     _clip_backward(network, inner, d_inputs, d_deltas)
-    slopes = [units.slopes(h) for h in inner.hidden]
     d_hidden = []
     for layer in range(depth - 1):
         d_delta = _masked(network, d_deltas[layer], is_open, layer + 1)
-        d_back, d_h = units.pullback_backward(d_delta, inner.back[layer], slopes[layer])
+        d_back, d_h = units.pullback_backward(d_delta, inner.back[layer], inner.parts[layer])
         d_hidden.append(d_h)
-        d_deltas[layer + 1] = torch.baddbmm(d_deltas[layer + 1], d_back, weights[layer + 1].mT)
+        d_deltas[layer + 1] = d_deltas[layer + 1].baddbmm_(d_back, weights[layer + 1].mT)
         d_weights[layer + 1].baddbmm_(inner.unclipped[layer + 1].mT, d_back)
     d_error = d_deltas[-1]
     d_hidden.append(d_error)
@@ -369,10 +429,10 @@ def inner_backward(
         d_x = d_inputs[layer]
         if layer < depth - 1 or network.objective == "l2":  # the dot product's error does not see what the network says
             d_weights[layer].baddbmm_(d_hidden[layer].mT, inner.inputs[layer])
-            d_x = torch.baddbmm(d_x, d_hidden[layer], weights[layer])
+            d_x = d_x.baddbmm_(d_hidden[layer], weights[layer])
         d_x = _masked(network, d_x, is_open, layer)
         if layer > 0:
-            units.add_pullback(d_hidden[layer - 1], d_x, slopes[layer - 1])
+            units.add_pullback(d_hidden[layer - 1], d_x, inner.parts[layer - 1])
     if network.residual and network.objective == "l2":
         d_x[..., : d_error.shape[-1]] += d_error
     return d_x, -d_error
@@ -509,29 +569,30 @@ def advance_backward(
     inner: Inner,
     c: Coefficients,
     d_c: Coefficients,
-    d_inputs: Sequence[Tensor],
-    d_deltas: Sequence[Tensor],
+    d_inputs: list[Tensor | None],
+    d_deltas: list[Tensor | None],
 ) -> list[Tensor]:
-    """Gradients of weights, then momentum, in the tensors of the given ones; all others are added to what is given."""
+    """Gradients of weights, then momentum, in the tensors of the given ones; all others are added to what is given,
+    those of rows in its place where it is `None`."""
     for layer in range(network.depth):
         x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
+        keep_end = network.per_weight(c.keep_end, layer)
         d_c.keep_end.add_(network.per_weight_block(dw, weights[layer], layer))
+        rows = d_inputs[layer], d_deltas[layer]
         if c.orthogonal_end is None:
-            _write_backward(dw, x, delta, c.write_end, d_c.write_end, d_inputs[layer], d_deltas[layer])
+            rows = _write_backward(dw, x, delta, c.write_end, d_c.write_end, *rows)
         else:
             _orthogonal_backward(network, layer, dw, d_new_slots[layer], slots[layer], inner, c, d_c)
         if network.momentum:
             ds = d_new_slots[layer]
-            if c.orthogonal_end is None:
-                d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
             d_c.momentum_keep_end.add_(network.per_weight_block(ds, slots[layer], layer))
-            _write_backward(
-                ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, d_inputs[layer], d_deltas[layer]
-            )
+            rows = _write_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, *rows)
             ds.mul_(network.per_weight(c.momentum_keep_end, layer))
             if c.orthogonal_end is None:
+                d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
                 ds.addcmul_(network.per_weight(c.momentum_read_end, layer), dw)
-        dw.mul_(network.per_weight(c.keep_end, layer))
+        d_inputs[layer], d_deltas[layer] = rows
+        dw.mul_(keep_end)
     return [*d_new_weights, *d_new_slots]
 
 
@@ -560,16 +621,18 @@ def _orthogonal_backward(
 
 
 def _write_backward(
-    g: Tensor, x: Tensor, delta: Tensor, write: Tensor, d_write: Tensor, d_input: Tensor, d_delta: Tensor
-) -> None:
-    """Backward of `_write`, `g` being the gradient of its result; adds to the last three."""
+    g: Tensor, x: Tensor, delta: Tensor, write: Tensor, d_write: Tensor, d_input: Tensor | None, d_delta: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Backward of `_write`, `g` being the gradient of its result; adds to the last three, and returns the last two."""
     if x.shape[-1] < delta.shape[-1]:
-        g_delta = torch.bmm(delta, g)
-        d_write.sub_((g_delta * x).sum(-1))
-        d_input.addcmul_(g_delta, write[..., None], value=-1)
-        d_delta.baddbmm_(x * write[..., None], g.mT, alpha=-1)
+        narrow, d_narrow, d_wide = x, d_input, d_delta
+        back, g_wide = torch.bmm(delta, g), g.mT
     else:
-        g_x = torch.bmm(x, g.mT)
-        d_write.sub_((g_x * delta).sum(-1))
-        d_delta.addcmul_(g_x, write[..., None], value=-1)
-        d_input.baddbmm_(delta * write[..., None], g, alpha=-1)
+        narrow, d_narrow, d_wide = delta, d_delta, d_input
+        back, g_wide = torch.bmm(x, g.mT), g
+    minus = -write[..., None]
+    d_write.sub_((back * narrow).sum(-1))
+    scaled = narrow * minus
+    d_wide = torch.bmm(scaled, g_wide) if d_wide is None else d_wide.baddbmm_(scaled, g_wide)
+    d_narrow = back * minus if d_narrow is None else d_narrow.addcmul_(back, minus)
+    return (d_narrow, d_wide) if narrow is x else (d_wide, d_narrow)

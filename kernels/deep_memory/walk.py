@@ -22,6 +22,7 @@ from memzoo.kernels.deep_memory.chunk import (
     Read,
     advance,
     advance_backward,
+    inner_again,
     inner_backward,
     inner_gradients,
     read,
@@ -109,41 +110,64 @@ class Chunk(NamedTuple):
     """Which rows the chunk already holds, `[M, R, 1]`; `None` for none."""
 
     @staticmethod
-    def of(network: Network, ends: Ends, tensors: Tensors, at: int) -> Chunk:
-        if at >= ends.full_from:
-            part = network.plain()
-        else:
-            part = network.narrowed(ends.open_blocks[at]) if ends.open_blocks else network
-        is_open = tensors.is_open[at][..., : part.blocks] if tensors.is_open is not None and part.blocks > 1 else None
-        is_held = ends.is_held(at, tensors.key.shape[2])
-        c = tensors.coefficients.at(at, part.blocks)
-        held = part.of_rows(tensors.held) if is_held is not None else []
-        return Chunk(part, tensors.query[at], tensors.key[at], tensors.value[at], c, is_open, held, is_held)
+    def all_of(network: Network, ends: Ends, tensors: Tensors) -> list[Chunk]:
+        queries, keys, values = (x.unbind(0) for x in (tensors.query, tensors.key, tensors.value))
+        coefficients, plain = tensors.coefficients.of_chunks(), network.plain()
+        chunks = []
+        for at, (query, key, value, c) in enumerate(zip(queries, keys, values, coefficients, strict=True)):
+            part = network
+            if at >= ends.full_from:
+                part = plain
+            elif ends.open_blocks:
+                part = network.narrowed(ends.open_blocks[at])
+            is_open = None
+            if tensors.is_open is not None and part.blocks > 1:
+                is_open = tensors.is_open[at][..., : part.blocks]
+            is_held = ends.is_held(at, key.shape[1])
+            held = part.of_rows(tensors.held) if is_held is not None else []
+            chunks.append(Chunk(part, query, key, value, c.of_blocks(part.blocks), is_open, held, is_held))
+        return chunks
 
     def inner(self, anchor: Sequence[Tensor]) -> Inner:
         """The inner gradients of its tokens, those that it already holds included."""
-        depth = self.network.depth
-        inner = inner_gradients(self.network, anchor[:depth], self.key, self.value, self.is_open)
+        weights = anchor[: self.network.depth]
+        return self._with_held(inner_gradients(self.network, weights, self.key, self.value, self.is_open))
+
+    def inner_again(self, anchor: Sequence[Tensor], clip: Tensor | None) -> Inner:
+        """The same for the backward, from what the forward has found out."""
+        weights = anchor[: self.network.depth]
+        return self._with_held(inner_again(self.network, weights, self.key, self.value, self.is_open, clip))
+
+    def _with_held(self, inner: Inner) -> Inner:
         if self.is_held is None:
             return inner
-        new = (*inner.inputs, *inner.deltas)
+        depth, new = self.network.depth, (*inner.inputs, *inner.deltas)
         rows = [torch.where(self.is_held, old, x) for old, x in zip(self.held, new, strict=True)]
         return inner._replace(inputs=rows[:depth], deltas=rows[depth:])
 
 
+class Kept(NamedTuple):
+    """What the backward of a chunk takes from its forward."""
+
+    memory: tuple[Tensor, ...]
+    """Its anchor, on the whole network."""
+    clip: Tensor | None
+    """See `Inner.clip`."""
+    read: Read
+
+
 def walk(
-    network: Network, ends: Ends, tensors: Tensors, keep: Callable[[Sequence[Tensor], Read], None] | None = None
+    network: Network, ends: Ends, tensors: Tensors, keep: Callable[[Kept], None] | None = None
 ) -> tuple[Tensor, ...]:
     """Outputs `[N, M, C, V]`, the last anchor, and the factors of the chunk that is running at the end.
 
-    `keep` is told each chunk's anchor and what its reads left for the backward.
+    `keep` is told what each chunk leaves for the backward.
     """
     depth, memory = network.depth, tensors.memory
     count, rows, size = tensors.query.shape[:3]
     output = tensors.value.new_empty(count, rows, size, network.widths[-1])
     factors = [output.new_zeros(rows, tensors.key.shape[2], width) for width in network.row_widths]
-    for at in range(count):
-        chunk = Chunk.of(network, ends, tensors, at)
+    for at, chunk in enumerate(Chunk.all_of(network, ends, tensors)):
         part, c, anchor = chunk.network, chunk.c, chunk.network.of_memory(memory)
         weights, slots = anchor[:depth], anchor[depth:]
         inner = chunk.inner(anchor)
@@ -151,7 +175,7 @@ def walk(
             part, chunk.query, weights, slots, inner.inputs, inner.deltas, c.keep, c.momentum_read, c.write
         )
         if keep is not None:
-            keep(memory, left)
+            keep(Kept(memory, inner.clip, left))
         is_done, is_running = ends.is_done(at), ends.is_running(at)
         if is_done is not False:
             c_end = (c.keep_end, c.momentum_read_end, c.momentum_keep_end, c.write_end, c.momentum_write_end)
@@ -186,8 +210,8 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, network: Network, ends: Ends, *flat: Any) -> tuple[Tensor, ...]:
-        kept: list[Any] = []
-        outputs = walk(network, ends, Tensors.of(network, flat), lambda anchor, left: kept.append((anchor, left)))
+        kept: list[Kept] = []
+        outputs = walk(network, ends, Tensors.of(network, flat), kept.append)
         leaves, spec = pytree.tree_flatten((flat, kept))
         ctx.network, ctx.ends, ctx.spec = network, ends, spec
         ctx.save_for_backward(*leaves)
@@ -205,16 +229,15 @@ class Walk(torch.autograd.Function):
         d_memory = tuple(x.clone() for x in gradients[1 : 1 + states])  # the walk changes them
         d_query, d_key, d_value = (torch.empty_like(x) for x in (tensors.query, tensors.key, tensors.value))
         d_coefficients = tensors.coefficients.map(torch.zeros_like)
+        d_cs = d_coefficients.of_chunks()
+        chunks = Chunk.all_of(network, ends, tensors)
         d_held: list[Tensor] = []
         with as_given(d_output.device):
-            for at in reversed(range(tensors.key.shape[0])):
-                chunk = Chunk.of(network, ends, tensors, at)
-                part, (memory, left) = chunk.network, kept[at]
-                anchor = part.of_memory(memory)
-                d_c = d_coefficients.at(at, part.blocks)
+            for at in reversed(range(len(chunks))):
+                part, d_c = chunks[at].network, d_cs[at].of_blocks(chunks[at].network.blocks)
                 d_next, d_rows = part.of_memory(d_memory), part.of_rows(d_factors)
                 d_query[at], d_key[at], d_value[at], d_start, d_held = _chunk_backward(
-                    chunk, anchor, left, d_output[at], d_next, d_rows, ends.is_done(at), ends.is_running(at), d_c
+                    chunks[at], kept[at], d_output[at], d_next, d_rows, ends.is_done(at), ends.is_running(at), d_c
                 )
                 d_memory = _widened(part, d_start, network, d_memory)
         d_flat = [d_query, d_key, d_value, *d_coefficients, None, *d_memory]
@@ -223,8 +246,7 @@ class Walk(torch.autograd.Function):
 
 def _chunk_backward(
     chunk: Chunk,
-    anchor: Sequence[Tensor],
-    left: Read,
+    kept: Kept,
     d_output: Tensor,
     d_memory: Sequence[Tensor],
     d_factors: Sequence[Tensor],
@@ -238,13 +260,13 @@ def _chunk_backward(
     """
     network, c = chunk.network, chunk.c
     depth = network.depth
+    anchor = network.of_memory(kept.memory)
     weights, slots = anchor[:depth], anchor[depth:]
-    inner = chunk.inner(anchor)
+    inner = chunk.inner_again(anchor, kept.clip)
+    rows: list[Tensor | None] = [None] * (2 * depth)
     if isinstance(is_running, Tensor):
-        d_rows = [torch.where(is_running, d, 0) for d in d_factors]
-    else:
-        d_rows = [torch.zeros_like(x) for x in (*inner.inputs, *inner.deltas)]
-    d_inputs, d_deltas = d_rows[:depth], d_rows[depth:]
+        rows = [torch.where(is_running, d, 0) for d in d_factors]
+    d_inputs, d_deltas = rows[:depth], rows[depth:]
     if is_done is False:
         d_start = [d.clone() for d in d_memory]
     else:
@@ -256,7 +278,7 @@ def _chunk_backward(
             d_start = [d + torch.where(is_done, 0, passed) for d, passed in zip(d_start, d_memory, strict=True)]
     d_weights, d_slots = d_start[:depth], d_start[depth:]
     d_query = read_backward(
-        network, chunk.query, d_output, left, weights, slots, inner, c, d_c, d_weights, d_slots, d_inputs, d_deltas
+        network, chunk.query, d_output, kept.read, weights, slots, inner, c, d_c, d_weights, d_slots, d_inputs, d_deltas
     )
     d_held = []
     if chunk.is_held is not None:
