@@ -344,7 +344,7 @@ def _coefficients(
         held = torch.where(first, grid.ends.held, 0)  # [N, M]
         origin = torch.maximum(opens, held[..., None])
     if len(unlock) == 1 and grid.held is None:
-        from_keep, from_both, from_slot = keep[..., :1], (both - weighted)[..., :1], slot[..., :1]
+        from_keep, from_both, from_slot = keep[..., :1], both[..., :1] - weighted[..., :1], slot[..., :1]
     else:
         index = origin[:, :, None, :].expand(-1, -1, 1 + size, -1)
         closed = token < index
