@@ -281,7 +281,7 @@ def _anchor_product_backward(
         else:
             g_c = network.scale(g, c, layer + 1)
             d_weight.baddbmm_(g_c.mT, z)
-            dz = torch.bmm(g_c, weight) if dz is None else dz.baddbmm_(g_c, weight)
+            dz = _plus_product(dz, g_c, weight)
             d_c.add_(network.per_block(plain[at] * g, layer + 1))
     assert dz is not None
     return dz
@@ -569,31 +569,34 @@ def advance_backward(
     inner: Inner,
     c: Coefficients,
     d_c: Coefficients,
-    d_inputs: list[Tensor | None],
-    d_deltas: list[Tensor | None],
-) -> list[Tensor]:
-    """Gradients of weights, then momentum, in the tensors of the given ones; all others are added to what is given,
-    those of rows in its place where it is `None`."""
-    for layer in range(network.depth):
+    d_rows: Sequence[Tensor] | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of weights, then momentum, in the tensors of the given ones, and of inputs, then deltas, added to
+    `d_rows`. Those of coefficients are added to `d_c`."""
+    depth = network.depth
+    d_inputs, d_deltas = [], []
+    for layer in range(depth):
         x, delta, dw = inner.inputs[layer], inner.deltas[layer], d_new_weights[layer]
         keep_end = network.per_weight(c.keep_end, layer)
         d_c.keep_end.add_(network.per_weight_block(dw, weights[layer], layer))
-        rows = d_inputs[layer], d_deltas[layer]
+        rows = None if d_rows is None else (d_rows[layer], d_rows[depth + layer])
         if c.orthogonal_end is None:
-            rows = _write_backward(dw, x, delta, c.write_end, d_c.write_end, *rows)
+            rows = _write_backward(dw, x, delta, c.write_end, d_c.write_end, rows)
         else:
             _orthogonal_backward(network, layer, dw, d_new_slots[layer], slots[layer], inner, c, d_c)
         if network.momentum:
             ds = d_new_slots[layer]
             d_c.momentum_keep_end.add_(network.per_weight_block(ds, slots[layer], layer))
-            rows = _write_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, *rows)
+            rows = _write_backward(ds, x, delta, c.momentum_write_end, d_c.momentum_write_end, rows)
             ds.mul_(network.per_weight(c.momentum_keep_end, layer))
             if c.orthogonal_end is None:
                 d_c.momentum_read_end.add_(network.per_weight_block(dw, slots[layer], layer))
                 ds.addcmul_(network.per_weight(c.momentum_read_end, layer), dw)
-        d_inputs[layer], d_deltas[layer] = rows
+        assert rows is not None  # Muon has momentum
+        d_inputs.append(rows[0])
+        d_deltas.append(rows[1])
         dw.mul_(keep_end)
-    return [*d_new_weights, *d_new_slots]
+    return [*d_new_weights, *d_new_slots], [*d_inputs, *d_deltas]
 
 
 def _orthogonal_backward(
@@ -621,18 +624,23 @@ def _orthogonal_backward(
 
 
 def _write_backward(
-    g: Tensor, x: Tensor, delta: Tensor, write: Tensor, d_write: Tensor, d_input: Tensor | None, d_delta: Tensor | None
+    g: Tensor, x: Tensor, delta: Tensor, write: Tensor, d_write: Tensor, d_rows: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Backward of `_write`, `g` being the gradient of its result; adds to the last three, and returns the last two."""
-    if x.shape[-1] < delta.shape[-1]:
-        narrow, d_narrow, d_wide = x, d_input, d_delta
-        back, g_wide = torch.bmm(delta, g), g.mT
-    else:
-        narrow, d_narrow, d_wide = delta, d_delta, d_input
-        back, g_wide = torch.bmm(x, g.mT), g
+    """Gradients of `x` and `delta`, added to `d_rows`, from that of what `_write` gives; adds to `d_write`."""
     minus = -write[..., None]
-    d_write.sub_((back * narrow).sum(-1))
-    scaled = narrow * minus
-    d_wide = torch.bmm(scaled, g_wide) if d_wide is None else d_wide.baddbmm_(scaled, g_wide)
-    d_narrow = back * minus if d_narrow is None else d_narrow.addcmul_(back, minus)
-    return (d_narrow, d_wide) if narrow is x else (d_wide, d_narrow)
+    d_x, d_delta = (None, None) if d_rows is None else d_rows
+    if x.shape[-1] < delta.shape[-1]:
+        back = torch.bmm(delta, g)
+        d_write.sub_((back * x).sum(-1))
+        return _plus(d_x, back, minus), _plus_product(d_delta, x * minus, g.mT)
+    back = torch.bmm(x, g.mT)
+    d_write.sub_((back * delta).sum(-1))
+    return _plus_product(d_x, delta * minus, g), _plus(d_delta, back, minus)
+
+
+def _plus(given: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return a * b if given is None else given.addcmul_(a, b)
+
+
+def _plus_product(given: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b) if given is None else given.baddbmm_(a, b)

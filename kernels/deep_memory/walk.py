@@ -263,20 +263,18 @@ def _chunk_backward(
     anchor = network.of_memory(kept.memory)
     weights, slots = anchor[:depth], anchor[depth:]
     inner = chunk.inner_again(anchor, kept.clip)
-    rows: list[Tensor | None] = [None] * (2 * depth)
-    if isinstance(is_running, Tensor):
-        rows = [torch.where(is_running, d, 0) for d in d_factors]
-    d_inputs, d_deltas = rows[:depth], rows[depth:]
+    d_rows = [torch.where(is_running, d, 0) for d in d_factors] if isinstance(is_running, Tensor) else None
     if is_done is False:
+        assert d_rows is not None  # a chunk that no row completes is running
         d_start = [d.clone() for d in d_memory]
     else:
         d_next = [torch.where(is_done, d, 0) for d in d_memory] if isinstance(is_done, Tensor) else d_memory
-        d_start = advance_backward(
-            network, d_next[:depth], d_next[depth:], weights, slots, inner, c, d_c, d_inputs, d_deltas
+        d_start, d_rows = advance_backward(
+            network, d_next[:depth], d_next[depth:], weights, slots, inner, c, d_c, d_rows
         )
         if isinstance(is_done, Tensor):
             d_start = [d + torch.where(is_done, 0, passed) for d, passed in zip(d_start, d_memory, strict=True)]
-    d_weights, d_slots = d_start[:depth], d_start[depth:]
+    d_weights, d_slots, d_inputs, d_deltas = d_start[:depth], d_start[depth:], d_rows[:depth], d_rows[depth:]
     d_query = read_backward(
         network, chunk.query, d_output, kept.read, weights, slots, inner, c, d_c, d_weights, d_slots, d_inputs, d_deltas
     )
