@@ -24,9 +24,10 @@ class Activation(NamedTuple):
 
 
 def _gelu(h: Tensor, order: int) -> list[Tensor]:
-    below = torch.special.ndtr(h)
-    found = [h * below]
+    half, erf = h * 0.5, torch.erf(h * math.sqrt(0.5))
+    found = [torch.addcmul(half, half, erf)]
     if order > 0:
+        below = (erf * 0.5).add_(0.5)
         square = h.square()
         density = (square * -0.5).sub_(math.log(2 * math.pi) / 2).exp_()
         found.append(torch.addcmul(below, h, density))
@@ -71,7 +72,7 @@ def _tanh(h: Tensor, order: int) -> list[Tensor]:
 
 
 FEW = 1 << 12
-"""Below so many elements setting up oneDNN's kernels, which torch takes for this function, costs more than they do."""
+"""Below so many elements setting up oneDNN's kernels, which torch takes for GELU, costs more than they do."""
 
 
 def _gelu_value(h: Tensor) -> Tensor:
@@ -109,9 +110,16 @@ class Units:
         """From what comes back to `x` to what comes back to `h`."""
         return self.act.pullback(r, h)
 
-    def parts(self, h: Tensor) -> list[Tensor]:
-        """`x` first, then what the next three take of `h`."""
-        return self.act.derivatives(h, 2)
+    def value_and_pullback(self, h: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """`x`, and `pullback` at `h`."""
+        if h.numel() > FEW:
+            return self.value(h), lambda r: self.pullback(r, h)
+        parts = self.parts(h, 1)
+        return parts[0], lambda r: self.pullback_by(r, parts)
+
+    def parts(self, h: Tensor, order: int = 2) -> list[Tensor]:
+        """`x` first, then what the next three take of `h`; of order 1, what the first of them takes."""
+        return self.act.derivatives(h, order)
 
     def pullback_by(self, r: Tensor, parts: list[Tensor]) -> Tensor:
         """`pullback(r, h)`."""
@@ -137,17 +145,16 @@ class GatedUnits(Units):
         a, b = h[..., 0::2], h[..., 1::2]
         return _pairs(self.act.pullback(r * b, a), r * self.act.value(a))
 
-    def parts(self, h: Tensor) -> list[Tensor]:
-        value, slope, curvature = self.act.derivatives(h[..., 0::2], 2)
-        b = h[..., 1::2]
-        return [value * b, value, slope, curvature, b]
+    def parts(self, h: Tensor, order: int = 2) -> list[Tensor]:
+        b, (value, *slopes) = h[..., 1::2], self.act.derivatives(h[..., 0::2], order)
+        return [value * b, b, value, *slopes]
 
     def pullback_by(self, r: Tensor, parts: list[Tensor]) -> Tensor:
-        _, value, slope, _, b = parts
+        _, b, value, slope, *_ = parts
         return _pairs(r * b * slope, r * value)
 
     def pullback_backward(self, g: Tensor, r: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        _, value, slope, curvature, b = parts
+        _, b, value, slope, curvature = parts
         g_a, g_b = g[..., 0::2], g[..., 1::2]
         return g_a * b * slope + g_b * value, _pairs(r * (g_a * b * curvature + g_b * slope), r * g_a * slope)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -212,6 +212,10 @@ class Network:
         return matrices.transpose(1, 2).flatten(1, 2) if matrices.ndim == 4 else matrices
 
 
+network_of = lru_cache(maxsize=256)(Network)
+"""The network, the same one for the same arguments: a step would else find its properties anew at every token."""
+
+
 # A product with an anchor ----------------------------------------------------------------------------------------
 
 
@@ -309,14 +313,14 @@ def inner_gradients(
     network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None
 ) -> Inner:
     """Layer inputs and deltas of the inner loss at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
-    units = network.units
-    inputs, hidden = [_masked(network, key, is_open, 0)], []
+    inputs, pullbacks = [_masked(network, key, is_open, 0)], []
     for layer in range(network.depth - 1):
-        hidden.append(torch.bmm(inputs[layer], weights[layer].mT))
-        inputs.append(_masked(network, units.value(hidden[layer]), is_open, layer + 1))
+        x, pullback_of = network.units.value_and_pullback(torch.bmm(inputs[layer], weights[layer].mT))
+        inputs.append(_masked(network, x, is_open, layer + 1))
+        pullbacks.append(pullback_of)
 
     def pullback(back: Tensor, layer: int) -> Tensor:
-        return units.pullback(back, hidden[layer])
+        return pullbacks[layer](back)
 
     deltas, back = _deltas(network, weights, inputs, key, value, is_open, pullback)
     clip = _clip(network, inputs, deltas)

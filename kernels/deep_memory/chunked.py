@@ -31,7 +31,7 @@ from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
-from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, read
+from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, network_of, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 
 Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
@@ -73,7 +73,7 @@ def computed(
 ) -> tuple[Tensor, DeepMemoryState]:
     """The op by a walk over chunks and a step for a single token without autograd."""
     every_token = muon is not None and muon.every == "token"
-    network = Network(
+    network = network_of(
         widths=(*(w.shape[-1] for w in state.weights), state.weights[-1].shape[-2]),
         gated=is_gated(state.weights),
         activation=activation,
