@@ -152,6 +152,27 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def may_hold(condition: Tensor) -> bool:
+    """Whether any of `condition` holds: of a CPU's tensor the answer, of another device's yes, since the host would
+    wait for the answer. So what it guards may save a CPU work, and must be right where the condition does not hold."""
+    return condition.device.type != "cpu" or bool(condition.any())
+
+
+_constants: dict[Any, Tensor] = {}
+
+
+def constant(values: tuple[float, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers as a tensor where `like` is, made once and not to be written to: a copy to a device at every token
+    would stall it, and no CUDA graph may hold one."""
+    if torch.compiler.is_compiling() or type(like) is not Tensor:  # a tracer's tensors are not to be kept
+        return torch.tensor(values, dtype=dtype, device=like.device)
+    key = values, dtype, like.device
+    if key not in _constants:
+        with torch.inference_mode(False):  # whatever the mode of the first caller
+            _constants[key] = torch.tensor(values, dtype=dtype, device=like.device)
+    return _constants[key]
+
+
 def mixed_precision(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a backend that takes inputs in their own dtypes and sums in that of the state; others get them cast."""
     compute.is_mixed_precision = True  # type: ignore[attr-defined]

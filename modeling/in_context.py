@@ -119,7 +119,7 @@ class ChainModel(MemoryModel):
         else:
             hidden = rows.gather(inputs_embeds)
             ids = self._nearest(hidden)
-        whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
+        whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden), rows.room)
         if states[0] is None:
             self._expect_readable()
             with _unsharded(self.layers):
@@ -170,9 +170,8 @@ class ChainModel(MemoryModel):
         """The states before the first token."""
         rows, size = hidden.shape[0], self.chunk_size
         none = torch.zeros_like(whole.position)
-        nothing = Step(
-            none, none, none, {width: (cos[:, :1], sin[:, :1]) for width, (cos, sin) in whole.rotary.items()}
-        )
+        rotary = {width: (cos[:, :1], sin[:, :1]) for width, (cos, sin) in whole.rotary.items()}
+        nothing = Step(none, none, none, rotary, whole.room)
         chunk = Chunk(hidden.new_zeros(rows, size, hidden.shape[2]), none.new_zeros(rows, size))
         states = list[ChainState]()
         for layer in self.layers:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from memzoo.kernels.registry import as_given, cast
+from memzoo.kernels.registry import as_given, cast, may_hold
 from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
@@ -446,11 +446,15 @@ class Cuts:
         rows, tokens = candidate.shape
         self.candidate = candidate
         per_row = candidate.sum(1)
-        self.count = int(per_row.max())
+        self.count = int(may_hold(candidate)) if tokens == 1 else int(per_row.max())
         place = torch.arange(tokens, device=candidate.device)
         # The candidates' columns, those of the rows with fewer followed by others.
         self.ends = torch.argsort(~candidate, dim=1, stable=True)[:, : self.count]
         self.present = torch.arange(self.count, device=candidate.device) < per_row[:, None]
+        if tokens == 1:  # its segment is it, and the one behind it nothing, whether or not it is a candidate or real
+            self.aligned, self.widths = True, [1, 0][: 1 + self.count]
+            self.columns, self.real = place.expand(rows, -1), added[:, None] > 0
+            return
         self.aligned = bool((candidate == candidate[:1]).all()) and bool((added == tokens).all())
         last = torch.where(self.present, self.ends + 1, added[:, None])
         stops = torch.cat([last, added[:, None]], dim=1)
