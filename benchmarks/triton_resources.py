@@ -100,6 +100,7 @@ def deep(
     blocks: int = 1,
     layers: int = 2,
     gated: bool = False,
+    muon: bool = False,
     taken_up: bool = False,
 ) -> None:
     """Rows that stop inside a chunk and, if `taken_up`, begin inside one."""
@@ -145,7 +146,7 @@ def deep(
     first = (x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)
     deep_memory.one_token(
         *(q, k, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
-        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent),
+        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent, block if muon else None),
         *([64 * i for i in range(blocks)], *rule),
     )
 

@@ -172,7 +172,7 @@ class CausalAttention(nn.Module):
             )
         queries, keys = q.shape[2], k.shape[2]
         # Flash attention would drop missing keys, and so ask the device for their number: only where there are some.
-        missing = held > 0 and (bool((first > 0).any()) if flash else may_hold(first > 0))
+        missing = held > 0 and (bool(first.any()) if flash else may_hold(first))
         mask = valid = None
         if flash and missing:
             place = torch.arange(keys, device=q.device)
@@ -181,7 +181,12 @@ class CausalAttention(nn.Module):
         # than its attention.
         # Nor does a plain causal square under sdpa, which knows it by itself.
         square = implementation == "sdpa" and self.window is None and queries == keys and not missing
-        if not square and (flash or missing or queries > 1 or (self.window is not None and held >= self.window)):
+        too_far = self.window is not None and held >= self.window
+        if implementation == "sdpa" and queries == 1 and missing and not too_far:
+            own = torch.arange(-count, keys - count, device=q.device)
+            mask = own >= first[:, None]
+            mask = (mask if count == 0 else mask | (own < 0))[:, None, None]
+        elif not square and (flash or missing or queries > 1 or too_far):
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
                 q_length=queries,
