@@ -66,7 +66,7 @@ features and Hope's memories, which torch computes, nor for Muon once a chunk, w
 of the memory. The rest is projections, the convolution, units of length, gates, rotations, the attention with its mask,
 and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums, five of the feed-forward."""
 ASKING = {
-    "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which other tokens do without",
+    "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which no other token takes",
     "hope_attention-nested": "the same",
     "memory_managed-fallback": "it stores chunks, of which there are more and more, and looks for them where it must",
 }
@@ -258,9 +258,9 @@ def test_what_is_not_asked_changes_nothing(name: str, monkeypatch: pytest.Monkey
 
 def test_copies_are_found() -> None:
     with static():
-        with pytest.raises(AssertionError, match="_to_copy.* between devices"):
+        with pytest.raises(AssertionError, match=r"_to_copy.* between devices"):
             torch.zeros(2).to("meta")
-        with pytest.raises(AssertionError, match="index.* between devices"):
+        with pytest.raises(AssertionError, match=r"index.* between devices"):
             torch.empty(5, device="meta")[torch.tensor([0, 3])]
         with pytest.raises(AssertionError, match="__getitem__ of a list"):
             torch.empty(2, 5, device="meta")[:, [0, 3]]

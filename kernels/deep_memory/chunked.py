@@ -515,9 +515,13 @@ def step(
 
     is_done = row == size - 1
     if state.current:
-        given = torch.ones_like(step) if retention is None else retention, step, momentum_keep, momentum_write
-        gates = per_token.Gates(*(x.reshape(batch * heads, 1, -1) for x in given), opened)
-        gates = gates._replace(retention=gates.retention[..., 0], step_size=gates.step_size[..., 0])
+        gates = per_token.Gates(
+            retention=(torch.ones_like(step) if retention is None else retention).reshape(-1, 1),
+            step_size=step.reshape(-1, 1),
+            momentum_keep=momentum_keep.reshape(batch * heads, 1, -1),
+            momentum_write=momentum_write.reshape(batch * heads, 1, -1),
+            is_open=opened,
+        )
         output, state = _stepped_per_token(network, q, state, is_done, factors, gates)
     else:
         of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
@@ -530,7 +534,12 @@ def step(
 
 
 def _stepped_per_token(
-    network: Network, query: Tensor, state: DeepMemoryState, is_done: Tensor, factors: list[Tensor], gates: per_token.Gates
+    network: Network,
+    query: Tensor,
+    state: DeepMemoryState,
+    is_done: Tensor,
+    factors: list[Tensor],
+    gates: per_token.Gates,
 ) -> tuple[Tensor, DeepMemoryState]:
     """What the query reads, and `_stepped`, under Muon at every token: with `M_t`, the next anchor where the token
     completes a chunk."""

@@ -13,7 +13,9 @@ state are those of the chunked backend, made by torch before and after. What dep
 - `ends_back`, a program per chunk, all at once: what the walk's coefficients at the ends of chunks get.
 - `step`, a program per row and head: a single token without autograd. It writes a row of factors and, where the token
   completes a chunk, the next anchor over the old one. Which rows do, it asks their positions on the device: the host
-  asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph.
+  asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph. Under Muon once a chunk, of which
+  the walk is torch's, it makes the anchor's momentum alone, and after every token Newton-Schulz and a sum with factors
+  of 1 and 0 follow but where a chunk ends: three more kernels for each layer.
 
 So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. The
 hidden units meet only in sums, so every kernel goes through them in tiles of `UNITS`, several times where such a sum
@@ -24,9 +26,11 @@ On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
 tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
-for 8 bytes a thread of `walk_back` on sm_80. What helps: loops from which the compiler lifts nothing (`disable_licm`),
-factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, spills up to
-584 bytes. `benchmarks/results/triton_resources.json` has the numbers.
+for 8 bytes a thread of `walk_back` on sm_80, a pointer that is stored before the first chunk. What helps: loops from
+which the compiler lifts nothing (`disable_licm`), factors that are loaded again after a loop, an `erf` that does not
+branch. float32, without tensor cores, spills up to 584 bytes, which neither more threads nor another order of
+instructions makes fewer: every thread holds its share of both factors of a product.
+`benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors

@@ -233,7 +233,7 @@ class CausalAttention(nn.Module):
         state: KeyValueState,
         carried: int | None,
     ) -> KeyValueState:
-        """The last `carried` keys and values, or all, up to each row's last real token; `keys` end with the new ones."""
+        """The last `carried` keys and values, or all, to each row's last real token; `keys` end with the new ones."""
         own = state.keys.shape[2] + tokens
         carried = own if carried is None else carried
         # A state that has just begun carries none: padding stands in front.

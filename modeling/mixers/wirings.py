@@ -3,8 +3,8 @@
 The memory is any module that
 
 - counts its `heads`, `key_dim` and `value_dim`;
-- begins: `begin(batch, like, persistent=None, room=None)` gives the persistent tokens' read-outs `[P, H V]` and the state
-  after them, of `batch` rows in the dtype of `like`, with room for so many tokens if it holds them all;
+- begins: `begin(batch, like, persistent=None, room=None)` gives the persistent tokens' read-outs `[P, H V]` and the
+  state after them, of `batch` rows in the dtype of `like`, with room for so many tokens if it holds them all;
 - reads: `memory(x, state, lengths, room)` gives read-outs `[R, L, H V]` and the new state, which has grown only where
   `room` is `None`;
 - for `mac`, answers without reading: `contents(state)`, a tuple of tensors `[R, H, ...]`, is what it holds, and
