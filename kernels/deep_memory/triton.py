@@ -67,10 +67,11 @@ UNITS = {
     "sm_90": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 16, "ends_back": 32, "step": 32},
     "gfx942": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "ends_back": 32, "step": 32},
 }
+UNITS["gfx942 float32"] = {**UNITS["gfx942"], "walk": 16, "read_back": 16}
 """Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room. The
 products of sm_80 take both factors from registers, and so do those of float32; in bfloat16 those of sm_90 one or both
 from shared memory. gfx942 has twice the registers where its four waves share them with no others: so few warps."""
-WARPS = {"sm_80": 8, "sm_90": 8, "gfx942": 4}
+WARPS = {"sm_80": 8, "sm_90": 8, "gfx942": 4, "gfx942 float32": 4}
 
 
 def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
@@ -82,7 +83,7 @@ def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
     is_narrow = any(x.dtype == torch.bfloat16 for x in tensors)
     like = "sm_90" if is_narrow and not chip.startswith(("sm_8", "sm_12")) else "sm_80"
     if chip.startswith("gfx"):
-        like = "gfx942"
+        like = "gfx942" if is_narrow else "gfx942 float32"
     launch(
         kernel,
         counts,
