@@ -164,13 +164,16 @@ _constants: dict[Any, Tensor] = {}
 def constant(values: tuple[float, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers as a tensor where `like` is, made once and not to be written to: a copy to a device at every token
     would stall it, and no CUDA graph may hold one."""
-    if torch.compiler.is_compiling() or type(like) is not Tensor:  # a tracer's tensors are not to be kept
+    if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=like.device)
     key = values, dtype, like.device
-    if key not in _constants:
-        with torch.inference_mode(False):  # whatever the mode of the first caller
-            _constants[key] = torch.tensor(values, dtype=dtype, device=like.device)
-    return _constants[key]
+    if type(like) is Tensor and key in _constants:
+        return _constants[key]
+    with torch.inference_mode(False):  # whatever the mode of the first caller
+        made = torch.tensor(values, dtype=dtype, device=like.device)
+    if type(made) is Tensor:  # not a tracer's
+        _constants[key] = made
+    return made
 
 
 def mixed_precision(compute: Callable[..., Any]) -> Callable[..., Any]:
