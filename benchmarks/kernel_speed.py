@@ -1,9 +1,10 @@
 """The Triton kernels of the ops on a GPU, beside the chip's roofline and flash-linear-attention: a part of `run.py`.
 
-Each work is checked before it is timed: its outputs against the chunked backend in float32, and the peer's against its
-own. A time is the median of several, each between two events, with the second-level cache overwritten before it. The
-roofline is the longer of two times: of the bytes that the op's docstring counts at the chip's bandwidth, and of its
-operations at the rate of dense bfloat16 products. No GPU run has been made yet.
+Forward and backward are each checked before they are timed: outputs, and the gradient of every tensor that is given,
+against the chunked backend in float32, the peer's as well as ours. A time is the median of several, each between two
+events, with the second-level cache overwritten before it. The roofline is the longer of two times: of the bytes that
+the op's docstring counts at the chip's bandwidth, and of its operations at the rate of dense bfloat16 products, or of
+float32's where the op has no others. No GPU run has been made yet.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +25,31 @@ from memzoo.kernels import short_conv as conv
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.newton_schulz import make_inputs as make_matrices
+from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.kernels.norm_gate import make_inputs as make_branches
+from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.short_conv import short_conv
 
-PEAKS = {"H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12), "A100": (2.04e12, 312e12), "B200": (8.0e12, 2250e12)}
-"""Bytes and dense bfloat16 operations per second, of the data sheets of the SXM parts, by a part of a device's name."""
+
+class Peak(NamedTuple):
+    """Of the data sheet of an SXM part."""
+
+    bytes: float
+    """Per second."""
+    bfloat16: float
+    """Operations per second of dense products."""
+    float32: float | None
+    """The same on the plain arithmetic units; `None` where no sheet at hand says so."""
+
+
+PEAKS = {
+    "H100": Peak(3.35e12, 989e12, 67e12),
+    "H200": Peak(4.8e12, 989e12, 67e12),
+    "A100": Peak(2.04e12, 312e12, 19.5e12),
+    "B200": Peak(8.0e12, 2250e12, None),
+}
+"""By a part of a device's name."""
 BOUND = 16 * 2**-8
 """Of an error relative to the largest value: sixteen roundings to bfloat16, one after another."""
 ROUNDS = 20
@@ -52,16 +75,30 @@ class Shape(NamedTuple):
 DEFAULT = Shape()
 
 
-class Work(NamedTuple):
-    """An op forward: how to run it, and what it costs at least."""
+class Cost(NamedTuple):
+    """What a pass costs at least."""
 
-    name: str
-    rule: Callable[..., tuple[Tensor, Any]]
-    arguments: dict[str, Any]
     bytes: float
     operations: float
+    is_float32: bool = False
+    """Whether no tensor core takes part."""
+
+
+class Work(NamedTuple):
+    """An op: how to run it, and what both passes cost."""
+
+    name: str
+    rule: Callable[..., Any]
+    """Gives an output, or an output and a state."""
+    arguments: dict[str, Any]
+    forward: Cost
+    backward: Cost
     rival: Callable[[dict[str, Any]], Tensor] | None = None
     """The output of the same computation by flash-linear-attention."""
+
+    def output(self, arguments: dict[str, Any], backend: str) -> Tensor:
+        found = self.rule(**arguments, backend=backend)
+        return found if isinstance(found, Tensor) else found[0]
 
 
 def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Work]:
@@ -87,27 +124,73 @@ def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
     state = type(state)(*(tuple(y.to(device) for y in x) if isinstance(x, tuple) else x.to(device) for x in state))
     channels = shape.heads * (2 * key + value)
     convolution = placed(conv.make_inputs(shape.batch, shape.tokens, channels, 4, dtype=torch.float32))
-    attention_bytes = total * size * (3 * key + 3 * value + 2 * key * value / chunk)
-    attention_work = total * (4 * key * value + 2 * chunk * (key + value))
-    delta_bytes = total * size * (8 * key + 6 * value + 2 * key * value / chunk)
-    delta_work = total * (6 * key * value + 2 * chunk * (3 * key + 2 * value) + 3 * chunk**2)
+    branches = placed(make_branches(shape.batch, tokens=shape.tokens, heads=shape.heads, width=value))
+    matrices = {"x": make_matrices(shape.batch * shape.heads, rows=key, columns=hidden, dtype=torch.float32)["x"]}
+    attention_cost = Cost(
+        total * size * (3 * key + 3 * value + 2 * key * value / chunk),
+        total * (4 * key * value + 2 * chunk * (key + value)),
+    )
+    attention_back = total * (12 * key * value + chunk * (6 * key + 4 * value))
+    delta_cost = Cost(
+        total * size * (8 * key + 6 * value + 2 * key * value / chunk),
+        total * (6 * key * value + 2 * chunk * (3 * key + 2 * value) + 3 * chunk**2),
+    )
     weights = 2 * key * hidden
-    deep_bytes = total * (16 * weights / chunk + 2 * size * (2 * key + 2 * hidden))
-    deep_work = total * (22 * weights + 12 * chunk * hidden)
-    tokens = shape.batch * shape.tokens * channels
+    deep_cost = Cost(
+        total * (16 * weights / chunk + 2 * size * (2 * key + 2 * hidden)),
+        total * (22 * weights + 12 * chunk * hidden),
+    )
+    tokens, elements, count = shape.batch * shape.tokens * channels, total * value, shape.batch * shape.heads
+    entries = count * key * hidden
     gated = {**rule, "erase_key": None, "erase_after_decay": True}
     plain = {**rule, "erase_key": None, "log_retention": None}
     comba = {**rule, "erase_key": 0.5 * rule["key"]}
     return [
-        Work("short convolution", short_conv, convolution, 2 * size * tokens, 8 * tokens),
-        Work("RetNet", linear_attention, attention, attention_bytes, attention_work, retention_of_fla),
-        Work("DeltaNet", delta_rule, plain, delta_bytes, delta_work, delta_rule_of_fla),
-        Work("Gated DeltaNet", delta_rule, gated, delta_bytes, delta_work, gated_delta_rule_of_fla),
-        Work("Comba", delta_rule, comba, delta_bytes, delta_work, comba_of_fla),
         Work(
-            "deep memory", deep_memory, {**placed(memory), "state": state, "chunk_size": chunk}, deep_bytes, deep_work
+            "short convolution",
+            partial(short_conv, activation="silu"),
+            convolution,
+            Cost(2 * size * tokens, 8 * tokens),
+            Cost(3 * size * tokens, 48 * tokens),
+        ),
+        Work(
+            "norm and gate",
+            partial(norm_gate, activation="silu", eps=1e-6),
+            branches,
+            Cost(3 * size * elements, 10 * elements),
+            Cost(5 * size * elements, 25 * elements),
+        ),
+        Work(
+            "Newton-Schulz",
+            newton_schulz,
+            {"x": matrices["x"].to(device)},
+            Cost(12 * entries, 4 * key * entries + 34 * count * key**3, True),
+            Cost(24 * entries + 120 * count * key**2, 8 * key * entries + 84 * count * key**3, True),
+        ),
+        Work(
+            "RetNet",
+            linear_attention,
+            attention,
+            attention_cost,
+            Cost(3 * attention_cost.bytes, attention_back),
+            retention_of_fla,
+        ),
+        Work("DeltaNet", delta_rule, plain, delta_cost, _thrice(delta_cost), delta_rule_of_fla),
+        Work("Gated DeltaNet", delta_rule, gated, delta_cost, _thrice(delta_cost), gated_delta_rule_of_fla),
+        Work("Comba", delta_rule, comba, delta_cost, _thrice(delta_cost), comba_of_fla),
+        Work(
+            "deep memory",
+            deep_memory,
+            {**placed(memory), "state": state, "chunk_size": chunk},
+            deep_cost,
+            _thrice(deep_cost),
         ),
     ]
+
+
+def _thrice(cost: Cost) -> Cost:
+    """What the docstrings say of most backwards."""
+    return Cost(3 * cost.bytes, 3 * cost.operations)
 
 
 def retention_of_fla(x: dict[str, Any]) -> Tensor:
@@ -167,7 +250,8 @@ def device_timer(device: str) -> Timer:
 
 def error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest expected value."""
-    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
+    actual, expected = actual.detach().float(), expected.detach().float()
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def checked(name: str, actual: Tensor, expected: Tensor) -> float:
@@ -177,44 +261,100 @@ def checked(name: str, actual: Tensor, expected: Tensor) -> float:
     return found
 
 
-def measured(work: Work, backend: str, timer: Timer, rounds: int) -> dict[str, Any]:
-    """Checked, then timed, and so its peer where it is installed.
+class Passes:
+    """Both passes of an op on the same numbers.
+
+    Args:
+        compute: the op's output from its arguments.
+        arguments: tensors, of which the gradients are taken, and others.
+    """
+
+    def __init__(self, compute: Callable[[dict[str, Any]], Tensor], arguments: dict[str, Any]) -> None:
+        self.compute, self.arguments = compute, arguments
+        leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor)}
+        self.names, self.leaves = list(leaves), list(leaves.values())
+        with torch.enable_grad():
+            self.output = compute({**arguments, **leaves})
+        generator = torch.Generator().manual_seed(0)
+        self.d_output = torch.randn(self.output.shape, generator=generator).to(self.output)
+
+    @torch.no_grad()
+    def forward(self) -> Tensor:
+        return self.compute(self.arguments)
+
+    def backward(self) -> Sequence[Tensor]:
+        """The gradients, again and again from the one graph."""
+        return torch.autograd.grad(self.output, self.leaves, self.d_output, retain_graph=True, materialize_grads=True)
+
+    def check(self, name: str, want: Passes) -> dict[str, float]:
+        """The errors of both passes.
+
+        Raises:
+            ValueError: one is too large.
+        """
+        gradients = zip(self.names, self.backward(), want.backward(), strict=True)
+        found = {"forward": max(checked(name, y, want.output) for y in (self.forward(), self.output))}
+        return {**found, "backward": max(checked(f"{name}: gradient of {n}", got, w) for n, got, w in gradients)}
+
+
+class Checked(NamedTuple):
+    """A work that may be timed."""
+
+    errors: dict[str, float]
+    """Of each pass."""
+    passes: Passes
+    rival_errors: dict[str, float]
+    rival: Passes | None
+
+
+def prepared(work: Work, backend: str) -> Checked:
+    """Both passes, checked, and the peer's where it is installed.
 
     Raises:
         ValueError: the kernels, or the peer's, compute something else.
     """
+    wide = {n: x.float() if isinstance(x, Tensor) else x for n, x in work.arguments.items()}
+    want = Passes(lambda x: work.output(x, "chunked"), wide)
+    ours = Passes(lambda x: work.output(x, backend), work.arguments)
+    errors = ours.check(work.name, want)
+    if work.rival is None or not importlib.util.find_spec("fla"):
+        return Checked(errors, ours, {}, None)
+    rival = Passes(work.rival, work.arguments)
+    return Checked(errors, ours, rival.check(f"{work.name} by flash-linear-attention", want), rival)
 
-    def ours() -> Tensor:
-        return work.rule(**work.arguments, backend=backend)[0]
+
+def measured(work: Work, backend: str, timer: Timer, rounds: int) -> list[dict[str, Any]]:
+    """A row of each pass: checked, then timed."""
 
     def median(run: Callable[[], object]) -> float:
         run()
         return statistics.median(timer(run) for _ in range(rounds))
 
-    with torch.no_grad():
-        wide = {n: x.float() if isinstance(x, Tensor) else x for n, x in work.arguments.items()}
-        want = work.rule(**wide, backend="chunked")[0]
-        row = {"work": work.name, "error": checked(work.name, ours(), want), "seconds": median(ours)}
-        if work.rival is not None and importlib.util.find_spec("fla"):
-            rival = work.rival
-            row["rival_error"] = checked(f"{work.name} by flash-linear-attention", rival(work.arguments), want)
-            row["rival_seconds"] = median(lambda: rival(work.arguments))
-    return {**row, "bytes": work.bytes, "operations": work.operations}
+    errors, ours, rival_errors, rival = prepared(work, backend)
+    rows = []
+    for name, cost in (("forward", work.forward), ("backward", work.backward)):
+        row = {"work": work.name, "pass": name, "error": errors[name], "seconds": median(getattr(ours, name))}
+        if rival is not None:
+            row |= {"rival_error": rival_errors[name], "rival_seconds": median(getattr(rival, name))}
+        rows.append({**row, **cost._asdict()})
+    return rows
 
 
 def with_roofline(row: dict[str, Any], chip: str) -> dict[str, Any]:
-    """The fraction of the roofline that a row's time is; of a chip that is not in `PEAKS`, none."""
+    """The fraction of the roofline that a row's time is; none where `PEAKS` does not know the chip's."""
     peak = next((peak for name, peak in PEAKS.items() if name in chip), None)
-    if peak is None:
+    rate = None if peak is None else peak.float32 if row["is_float32"] else peak.bfloat16
+    if peak is None or rate is None:
         return row
-    return {**row, "roofline_fraction": max(row["bytes"] / peak[0], row["operations"] / peak[1]) / row["seconds"]}
+    return {**row, "roofline_fraction": max(row["bytes"] / peak.bytes, row["operations"] / rate) / row["seconds"]}
 
 
 def measure(
     timer: Timer, chip: str, device: str = "cuda", backend: str = "triton", shape: Shape = DEFAULT, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """A row per work, at one shape."""
-    return [with_roofline(measured(work, backend, timer, rounds), chip) for work in works(shape, device)]
+    """A row per work and pass, at one shape."""
+    rows = (row for work in works(shape, device) for row in measured(work, backend, timer, rounds))
+    return [with_roofline(row, chip) for row in rows]
 
 
 def on_gpu(device: str) -> list[dict[str, Any]]:
@@ -227,7 +367,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
     """As text."""
     found = []
     for row in rows:
-        text = f"{row['work']:18} {1e6 * row['seconds']:9.1f} us"
+        text = f"{row['work']:18} {row['pass']:9} {1e6 * row['seconds']:9.1f} us"
         if "roofline_fraction" in row:
             text += f"  {row['roofline_fraction']:4.0%} of the roofline"
         if "rival_seconds" in row:

@@ -4,6 +4,7 @@
 
 For each kernel at the zoo's default shapes, as its own host code would start it: registers per thread, bytes of
 registers spilled to memory, shared memory, and the matrix instructions of the machine code. No time is measured here.
+What the record has of exactly the same kernels, by the same compiler, is not compiled again.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def deep(
     blocks: int = 1,
     layers: int = 2,
     gated: bool = False,
+    muon: bool = False,
     taken_up: bool = False,
 ) -> None:
     """Rows that stop inside a chunk and, if `taken_up`, begin inside one."""
@@ -145,7 +147,7 @@ def deep(
     first = (x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)
     deep_memory.one_token(
         *(q, k, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
-        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent),
+        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent, block if muon else None),
         *([64 * i for i in range(blocks)], *rule),
     )
 
@@ -193,10 +195,10 @@ def program(launch: Launch) -> dict[str, Any]:
     return {"kernel": launch.kernel.__name__.strip("_"), **constants, **launch.options}
 
 
-def fingerprint(op: str) -> str:
-    """Of the text of all functions that the op's kernels are made of."""
+def fingerprint(kernel: Any) -> str:
+    """Of the text of all functions that a kernel is made of."""
     functions: dict[str, str] = {}
-    found = [launch.kernel for launch in launches(op, torch.bfloat16)]
+    found = [kernel]
     while found:
         function = found.pop()
         functions[f"{function.module}.{function.__name__}"] = function.src
@@ -257,21 +259,44 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def rows(op: str, targets: Sequence[str], dtypes: Sequence[str], wide: bool) -> Iterator[dict[str, Any]]:
-    """One for each kernel, dtype and target, the narrow heads first."""
+def identity(op: str, inputs: str, target: str, launch: Launch) -> dict[str, Any]:
+    """What a row of the record is about, as JSON has it."""
+    made_of = fingerprint(launch.kernel)
+    return json.loads(json.dumps({"op": op, "source": made_of, "inputs": inputs, "target": target, **program(launch)}))
+
+
+def recorded_of(about: dict[str, Any], record: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row about this, if there is one."""
+    return next((row for row in record if about.items() <= row.items()), None)
+
+
+def rows(
+    op: str, targets: Sequence[str], dtypes: Sequence[str], wide: bool, record: Sequence[dict[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """One for each kernel, dtype and target, the narrow heads first; those of `record` as they are."""
     classes = ({}, WIDE) if wide and op not in ("short_conv", "deep_memory", "newton_schulz", "norm_gate") else ({},)
-    made_of = fingerprint(op)
     for name, sizes, target in itertools.product(dtypes, classes, targets):
         for launch in launches(op, DTYPES[name], target, **sizes):
-            of = {"op": op, "source": made_of, "inputs": name, "target": target}
-            yield {**of, **program(launch), **resources(compiled(launch, target))}
+            about = identity(op, name, target, launch)
+            yield recorded_of(about, record) or {**about, **resources(compiled(launch, target))}
+
+
+def compilers() -> dict[str, Any]:
+    """What made the code."""
+    tools = {name: getattr(triton.knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")}
+    return {"triton": triton.__version__, "tools": tools}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """What is recorded of these compilers."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["kernels"] if compilers().items() <= found.items() else []
 
 
 def write(path: Path, found: list[dict[str, Any]]) -> None:
     """Beside and renamed."""
     beside = path.with_suffix(".part")
-    tools = {name: getattr(triton.knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")}
-    head = json.dumps({"triton": triton.__version__, "tools": tools})
+    head = json.dumps(compilers())
     text = ",\n  ".join(json.dumps(row) for row in found)
     beside.write_text(f'{head[:-1]}, "kernels": [\n  {text}\n]}}\n')
     beside.replace(path)
@@ -287,11 +312,11 @@ def main() -> None:
     args = parser.parse_args()
     for op, name in itertools.product(args.ops, args.dtypes):
         found = []
-        for row in rows(op, args.targets, [name], args.wide):
+        before = read(args.json) if args.json else []
+        for row in rows(op, args.targets, [name], args.wide, before):
             print(row, flush=True)
             found.append(row)
         if args.json:
-            before = json.loads(args.json.read_text())["kernels"] if args.json.exists() else []
             others = [x for x in before if (x["op"], x["inputs"]) != (op, name) or x["target"] not in args.targets]
             write(args.json, others + found)
 

@@ -152,6 +152,30 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def may_hold(condition: Tensor) -> bool:
+    """Whether any of `condition` holds: of a CPU's tensor the answer, of another device's yes, since the host would
+    wait for the answer. So what it guards may save a CPU work, and must be right where the condition does not hold."""
+    return condition.device.type != "cpu" or bool(condition.any())
+
+
+_constants: dict[Any, Tensor] = {}
+
+
+def constant(values: tuple[float, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers as a tensor where `like` is, made once and not to be written to: a copy to a device at every token
+    would stall it, and no CUDA graph may hold one."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=like.device)
+    key = values, dtype, like.device
+    if type(like) is Tensor and key in _constants:
+        return _constants[key]
+    with torch.inference_mode(False):  # whatever the mode of the first caller
+        made = torch.tensor(values, dtype=dtype, device=like.device)
+    if type(made) is Tensor:  # not a tracer's
+        _constants[key] = made
+    return made
+
+
 def mixed_precision(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a backend that takes inputs in their own dtypes and sums in that of the state; others get them cast."""
     compute.is_mixed_precision = True  # type: ignore[attr-defined]

@@ -68,6 +68,10 @@ class MemoryCache(Cache):
 
     Args:
         config: the model's config. A cache belongs to one model configuration.
+        max_cache_len: the columns that it can ever hold. A state that holds every token (of attention without a window,
+            of exponential features) then has room for so many from its first token on, zero or masked until they come,
+            so that a decoding step takes and gives the same shapes, as a CUDA graph wants them. `None`: such a state
+            grows, and there is no limit; the others are of constant size either way.
 
     Decoding may write into the tensors of a state: where two texts go on from one cache, each needs a `copy.deepcopy`.
 
@@ -81,7 +85,10 @@ class MemoryCache(Cache):
         >>> model(second_part, cache=cache)  # the same numbers as one pass over both
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int | None = None) -> None:
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"MemoryCache: max_cache_len: expected at least 1, or None, got {max_cache_len}.")
+        self.max_cache_len = max_cache_len
         self.layers: list[StateLayer]  # type: ignore[assignment]
         super().__init__(layers=[StateLayer() for _ in range(config.num_hidden_layers)])  # type: ignore[misc]
         self.identity = identity(config)
@@ -120,8 +127,14 @@ class MemoryCache(Cache):
             layer.columns += rows.batch[1]
         self.position = rows.position + rows.added
 
-    def check(self, model: PreTrainedModel, batch: int) -> None:
-        """Raise a ValueError unless this cache fits the model and the batch."""
+    def check(self, model: PreTrainedModel, batch: tuple[int, int]) -> None:
+        """Raise a ValueError unless this cache fits the model and the batch `(B, T)` of new tokens."""
+        if self.max_cache_len is not None and self.columns + batch[1] > self.max_cache_len:
+            raise ValueError(
+                f"cache: it has room for max_cache_len={self.max_cache_len} columns; expected at most "
+                f"{self.max_cache_len - self.columns} new ones after the {self.columns} read, got {batch[1]}. Make a "
+                "MemoryCache with a larger max_cache_len, or one without, which grows."
+            )
         if self._fits is not model.config:
             ours = identity(model.config)
             if self.identity != ours:
@@ -138,9 +151,9 @@ class MemoryCache(Cache):
                 "cache: it belongs to another model: expected this model or none, got a cache that another model of "
                 "the same configuration has filled. Use a new MemoryCache(model.config)."
             )
-        if self.position.shape[0] != batch:
+        if self.position.shape[0] != batch[0]:
             raise ValueError(
-                f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch}. Use a new "
+                f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch[0]}. Use a new "
                 "cache, or batch_repeat_interleave / batch_select_indices on this one."
             )
 
@@ -190,8 +203,8 @@ class MemoryCache(Cache):
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no limit."""
-        return -1
+        """`max_cache_len`; -1 where there is no limit."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
     def batch_size(self) -> int:
@@ -269,6 +282,7 @@ def save_memory(cache: MemoryCache, path: str | os.PathLike[str]) -> None:
         "identity": json.dumps(cache.identity),
         "weights": fingerprint(model),
         "columns": str(cache.columns),
+        "max_cache_len": json.dumps(cache.max_cache_len),
         "structure": json.dumps(structure),
     }
     target = Path(path)
@@ -303,7 +317,7 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise no_memory
-        cache = MemoryCache(base.config)
+        cache = MemoryCache(base.config, json.loads(metadata.get("max_cache_len", "null")))
         theirs = json.loads(metadata["identity"])
         if theirs != cache.identity:
             raise ValueError(f"load_memory: {path} belongs to another model: {_differences(cache.identity, theirs)}.")

@@ -44,6 +44,8 @@ class Step(NamedTuple):
     """The same, never `None`."""
     rotary: dict[int, tuple[Tensor, Tensor]]
     """Cosines and sines of the tokens' positions, each `[R, L, D]`, by the width D of the heads that rotate."""
+    room: int | None = None
+    """Tokens that a state holds, where it holds them all, from its first on; `None` for one that grows with them."""
 
     def split(self, tokens: int, size: int) -> list[Step]:
         """The same for pieces of `size` of the `tokens` columns."""
@@ -55,7 +57,8 @@ class Step(NamedTuple):
             added = (self.added - start).clamp(0, min(size, tokens - start))
             rotary = {width: (cos[:, part], sin[:, part]) for width, (cos, sin) in self.rotary.items()}
             position = self.position + self.added.clamp(max=start)
-            pieces.append(Step(position, None if self.lengths is None else added, added, rotary))
+            lengths = None if self.lengths is None else added
+            pieces.append(self._replace(position=position, lengths=lengths, added=added, rotary=rotary))
         return pieces
 
 
@@ -194,7 +197,7 @@ class MemoryModel(MemoryPreTrainedModel):
         batch = self._check_inputs(input_ids, inputs_embeds, output_attentions)
         device = input_ids.device if input_ids is not None else inputs_embeds.device  # type: ignore[union-attr]
         given = cache is not None
-        cache = self._cache(cache, use_cache, batch[0])
+        cache = self._cache(cache, use_cache, batch)
         if cu_seqlens is not None and cu_seq_lens_q is not None and not torch.equal(cu_seqlens, cu_seq_lens_q):
             raise ValueError("cu_seqlens and cu_seq_lens_q differ; pass one of them.")
         rows = layout(
@@ -217,6 +220,7 @@ class MemoryModel(MemoryPreTrainedModel):
                 )
             cache = None
 
+        rows.room = cache.max_cache_len if cache is not None else None
         states = cache.states if cache is not None else [None] * len(self.layers)
         every, keep = bool(output_hidden_states), cache is not None
         parts = [self._read(part, input_ids, inputs_embeds, states, every, keep, request) for part in rows.groups()]
@@ -246,7 +250,7 @@ class MemoryModel(MemoryPreTrainedModel):
             hidden = rows.gather(inputs_embeds)
         else:
             hidden = self._embed(rows.gather(input_ids))  # type: ignore[arg-type]
-        step = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
+        step = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden), rows.room)
         seen, new_states = [], []
         for layer, state in zip(self.layers, states, strict=True):
             if every:
@@ -314,7 +318,7 @@ class MemoryModel(MemoryPreTrainedModel):
         similarity = torch.nn.functional.linear(embeds.to(weight.dtype), weight, -0.5 * weight.square().sum(1))
         return similarity.argmax(-1)
 
-    def _cache(self, cache: Any, use_cache: bool | None, batch: int) -> MemoryCache | None:
+    def _cache(self, cache: Any, use_cache: bool | None, batch: tuple[int, int]) -> MemoryCache | None:
         """The cache to continue, a new one, or none."""
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if cache is None:
@@ -432,19 +436,25 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         """Give `generate` a `MemoryCache` where it would build one of its own."""
         wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic"):
+        if wanted not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation={wanted!r}: a recurrent memory has its own cache of constant size; expected "
-                f"None."
+                f"cache_implementation={wanted!r}: a recurrent memory has a cache of its own; expected None, or "
+                "'static' for one whose states keep their shapes."
             )
         if model_kwargs.get("cache") is not None:
             model_kwargs["cache"]._is_user_defined = True
         elif generation_config.use_cache:
-            model_kwargs["cache"] = MemoryCache(self.config)
+            longest = max(max_cache_length, generation_config.max_cache_len or 0) if wanted == "static" else None
+            model_kwargs["cache"] = MemoryCache(self.config, max_cache_len=longest)
 
 
 class MemoryForSequenceClassification(MemoryPreTrainedModel):

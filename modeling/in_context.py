@@ -6,7 +6,8 @@ The weights of level l in a row are the model's plus `d_l`, which starts at 0. T
 period, with weights that do not change inside a chunk. A chunk's errors are known when the first token after it comes;
 then, before that token is read, the chunk is read again from the state before it, this time for gradients through all
 layers above. So a token changes the reading of no earlier one, nor does its role as a label, and every way of cutting
-a sequence makes the same updates.
+a sequence makes the same updates. Whether a chunk has ended, and in which rows, is looked at: the price of not asking
+would be a pass with gradients at every token. So decoding is not static; no CUDA graph holds it.
 
 Source: Nested Learning (arXiv 2512.24695), section 7, Eq 70-74. Deviations: the sum's C + 1 printed terms are the C
 tokens of the period; gradients stop at the chunk's start, whose carried keys and states are constants; SwiGLU matrices
@@ -119,7 +120,7 @@ class ChainModel(MemoryModel):
         else:
             hidden = rows.gather(inputs_embeds)
             ids = self._nearest(hidden)
-        whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
+        whole = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden), rows.room)
         if states[0] is None:
             self._expect_readable()
             with _unsharded(self.layers):
@@ -170,9 +171,8 @@ class ChainModel(MemoryModel):
         """The states before the first token."""
         rows, size = hidden.shape[0], self.chunk_size
         none = torch.zeros_like(whole.position)
-        nothing = Step(
-            none, none, none, {width: (cos[:, :1], sin[:, :1]) for width, (cos, sin) in whole.rotary.items()}
-        )
+        rotary = {width: (cos[:, :1], sin[:, :1]) for width, (cos, sin) in whole.rotary.items()}
+        nothing = Step(none, none, none, rotary, whole.room)
         chunk = Chunk(hidden.new_zeros(rows, size, hidden.shape[2]), none.new_zeros(rows, size))
         states = list[ChainState]()
         for layer in self.layers:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from memzoo.configuration.memory_managed import MemoryManagedConfig
+from memzoo.kernels.registry import constant
 from memzoo.kernels.slot_table import SlotTable
 from memzoo.modeling.cache import MemoryCache
 from memzoo.modeling.decoder import (
@@ -233,7 +234,7 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
         else:
             hidden = rows.gather(inputs_embeds)
             ids = self._nearest(hidden) if self._needs_ids else None
-        step = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden))
+        step = Step(rows.position, rows.lengths, rows.added, self._rotary(rows, hidden), rows.room)
         events = self._events(rows, ids, hidden.shape[1], step, request)
         self._warn_of_length(step)
         seen, new_states, answers = [], [], []
@@ -259,7 +260,7 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
         place = torch.arange(tokens, device=step.position.device)
         if self.config.write_trigger == "token":
             assert ids is not None
-            ends = torch.isin(ids, torch.tensor(self.config.event_token_ids, device=ids.device))
+            ends = torch.isin(ids, constant(tuple(self.config.event_token_ids), ids))
         elif self.config.write_trigger == "stride":
             ends = (step.position[:, None] + place + 1) % self.config.write_stride == 0
         elif "event_mask" in said:

@@ -35,13 +35,16 @@ class Part(NamedTuple):
 def parts_of(step: Step, tokens: int, size: int) -> Iterator[Part]:
     """The new tokens, cut where chunks end; each row has its own cuts."""
     begun, zero = step.position % size, torch.zeros_like(step.position)
+    if tokens == 1 and step.lengths is None:  # whatever the rows' positions, which a device is not asked for
+        yield Part(zero, begun, step, slice(0, 1))
+        return
     if step.lengths is None and bool((begun == begun[0]).all()):
         first = int(begun[0])
         bounds = [0, *range(size - first, tokens, size), tokens]
         for low, high in pairwise(bounds):
             columns = slice(low, high)
             rotary = {width: (cos[:, columns], sin[:, columns]) for width, (cos, sin) in step.rotary.items()}
-            part = Step(step.position + low, None, zero + (high - low), rotary)
+            part = step._replace(position=step.position + low, added=zero + (high - low), rotary=rotary)
             yield Part(zero + low, begun if low == 0 else zero, part, columns)
         return
     for index in range(max(1, -(-int((begun + step.added).max()) // size))):
@@ -52,7 +55,8 @@ def parts_of(step: Step, tokens: int, size: int) -> Iterator[Part]:
         at = place.clamp(max=tokens - 1)
         whole = Part(start, begun if index == 0 else zero, step, at)
         rotary = {width: (whole.of(cos), whole.of(sin)) for width, (cos, sin) in step.rotary.items()}
-        yield whole._replace(step=Step(step.position + start, added, added, rotary))
+        part = step._replace(position=step.position + start, lengths=added, added=added, rotary=rotary)
+        yield whole._replace(step=part)
 
 
 def joined(parts: Sequence[Part], outputs: list[Tensor], like: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class Rows:
         source: flat index into `[B * T]` of each row's tokens, `[R, L]`; 0 beyond a row's length.
         target: flat index into `[R * L]` of each of the batch's tokens, `[B, T]`; -1 for padding.
         packed: whether a row of the batch holds several sequences.
+        room: tokens for which a state that holds them all has room from its first on; `None` for one that grows.
     """
 
     batch: tuple[int, int]
@@ -32,6 +33,7 @@ class Rows:
     source: Tensor | None = None
     target: Tensor | None = None
     packed: bool = False
+    room: int | None = None
 
     def gather(self, x: Tensor) -> Tensor:
         """`[B, T, ...]` to rows `[R, L, ...]`, zero beyond a row's length."""

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from scripts import load
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import memzoo
@@ -63,6 +65,18 @@ def test_training_and_decoding_rows(results: dict) -> None:
     assert first == second > 0
 
 
+def test_every_record_is_on_the_results_page() -> None:
+    """With the command that it says it was made by."""
+    folder = SCRIPT.parent / "results"
+    page = (folder / "README.md").read_text()
+    assert "No GPU run has been made" in page
+    for path in folder.glob("*.*"):
+        assert path.name == "README.md" or f"`{path.name}`" in page, path.name
+        if path.suffix == ".json":
+            command = json.loads(path.read_text()).get("command", f"--json benchmarks/results/{path.name}`")
+            assert command in page, f"{path.name}: {command}"
+
+
 def test_unknown_names_are_refused(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         benchmark.parse(["--only", "titans-xyz"])
@@ -109,33 +123,57 @@ def test_kernels_are_checked_then_timed(benchmark: ModuleType, monkeypatch: pyte
 
     def timer(work: Callable[[], object]) -> float:
         work()
-        calls.append(work)
+        calls.append(work.__name__)
         return 1e-6 * (1 + (len(calls) - 1) % 3)
 
     shape = kernels.Shape(batch=1, tokens=16, heads=1, key_dim=8, value_dim=8)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     rows = kernels.measure(timer, "NVIDIA H100 80GB", "cpu", "chunked", shape, rounds=3)
-    assert [row["work"] for row in rows] == [work.name for work in kernels.works(shape, "cpu")]
-    assert len(calls) == 3 * len(rows)
+    names = [(work.name, name) for work in kernels.works(shape, "cpu") for name in ("forward", "backward")]
+    assert [(row["work"], row["pass"]) for row in rows] == names
+    assert calls == [name for _, name in names for _ in range(3)]
     for row in rows:
-        assert 0 < row["error"] <= kernels.BOUND
+        assert 0 <= row["error"] <= kernels.BOUND
         assert row["seconds"] == 2e-6
-        floor = max(row["bytes"] / 3.35e12, row["operations"] / 989e12)
+        rate = 67e12 if row["work"] == "Newton-Schulz" else 989e12
+        floor = max(row["bytes"] / 3.35e12, row["operations"] / rate)
         assert row["roofline_fraction"] == pytest.approx(floor / 2e-6)
-        assert row["work"] in kernels.lines(rows)
-    bare = {name: x for name, x in rows[0].items() if name != "roofline_fraction"}
-    assert kernels.with_roofline(bare, "a chip of another kind") == bare
-    wrong = kernels.works(shape, "cpu")[1]
-    wrong = wrong._replace(
-        rule=lambda backend, **x: (linear_attention(**x)[0] * (1 if backend == "chunked" else 2), None)
-    )
+        assert f"{row['work']:18} {row['pass']}" in kernels.lines(rows)
+    bare = [{name: x for name, x in row.items() if name != "roofline_fraction"} for row in rows]
+    assert [kernels.with_roofline(row, "a chip of another kind") for row in bare] == bare
+    without = [kernels.with_roofline(row, "NVIDIA B200") == row for row in bare]
+    assert without == [row["work"] == "Newton-Schulz" for row in rows]
+
+
+def test_kernels_that_compute_something_else_are_refused(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours and the peer's, in either pass."""
+    kernels = benchmark.kernel_speed
+    shape = kernels.Shape(batch=1, tokens=16, heads=1, key_dim=8, value_dim=8)
+    retnet = next(work for work in kernels.works(shape, "cpu") if work.name == "RetNet")
+
+    def of(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        def rule(backend: str = "triton", **x: Any) -> Tensor:
+            y = linear_attention(**x)[0]
+            return y if backend == "chunked" else change(y)
+
+        return rule
+
+    def steeper(y: Tensor) -> Tensor:  # the same numbers with twice their gradients
+        return 2 * y - y.detach()
+
     with pytest.raises(ValueError, match="RetNet: expected an error of at most"):
-        kernels.measured(wrong, "triton", timer, 1)
+        kernels.prepared(retnet._replace(rule=of(lambda y: 2 * y)), "triton")
+    with pytest.raises(ValueError, match="RetNet: gradient of query: expected an error of at most"):
+        kernels.prepared(retnet._replace(rule=of(steeper)), "triton")
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
-    peer = kernels.works(shape, "cpu")[1]._replace(rival=lambda x: linear_attention(**x)[0])
-    assert kernels.measured(peer, "chunked", timer, 1)["rival_seconds"] > 0
+    peer = retnet._replace(rival=lambda x: of(lambda y: y)(**x))
+    assert [row["rival_seconds"] for row in kernels.measured(peer, "chunked", lambda work: 3.0, 1)] == [3.0, 3.0]
     with pytest.raises(ValueError, match="RetNet by flash-linear-attention: expected"):
-        kernels.measured(peer._replace(rival=lambda x: x["query"]), "chunked", timer, 1)
+        kernels.prepared(peer._replace(rival=lambda x: x["query"]), "chunked")
+    with pytest.raises(ValueError, match="RetNet by flash-linear-attention: gradient of query: expected"):
+        kernels.prepared(peer._replace(rival=lambda x: of(steeper)(**x)), "chunked")
 
 
 @pytest.mark.slow

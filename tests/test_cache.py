@@ -117,6 +117,29 @@ def test_size_and_cost_do_not_grow_with_the_context(name: str) -> None:
     assert (sizes[0] == sizes[1]) is not grows
 
 
+# A full attention, one beside persistent tokens and one over them, exponential features of each kind.
+_GROWING = ["transformer_pp-mixed", "titans-mag-skip-e16", "titans-mal-skip-e16", "dot-e4", "deep_transformer-mlp-e1"]
+GROWING = [name for name in [*_GROWING, "dot-mac-e1", "hope_attention-nested"] if name in zoo.NAMES]
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_cache_with_room_keeps_its_shapes(name: str, tmp_path: Path) -> None:
+    model, ids = zoo.causal_lm(name), zoo.tokens(2, 13)
+    cache, parts, shapes = MemoryCache(model.config, max_cache_len=13), [], []
+    for part in ids.split([5, 1, 6, 1], dim=1):
+        parts.append(read(model, part, cache))
+        shapes.append([x.shape for layer in cache.layers for x in layer.tensors])
+    close(torch.cat(parts, dim=1), read(model, ids, MemoryCache(model.config)), BOUND)
+    assert all(shape == shapes[0] for shape in shapes)
+    save_memory(cache, tmp_path / "memory")
+    for full in (cache, load_memory(tmp_path / "memory", model)):
+        with pytest.raises(ValueError, match="room for max_cache_len=13 columns; expected at most 0 new ones after"):
+            read(model, ids[:, :1], full)
+        assert (full.columns, full.get_max_length()) == (13, 13)
+    with pytest.raises(ValueError, match="max_cache_len: expected at least 1, or None, got 0"):
+        MemoryCache(model.config, max_cache_len=0)
+
+
 @pytest.mark.parametrize("name", zoo.PLAIN)
 def test_refusals(name: str) -> None:
     model, rest, cache, _ = filled(name)
@@ -132,8 +155,8 @@ def test_refusals(name: str) -> None:
     twin = copy.deepcopy(model)
     with pytest.raises(ValueError, match="another model of the same configuration has filled"):
         twin(rest, cache=cache)
-    for implementation in ("static", "offloaded", "quantized"):
-        with pytest.raises(ValueError, match="its own cache of constant size"):
+    for implementation in ("offloaded", "quantized"):
+        with pytest.raises(ValueError, match="a recurrent memory has a cache of its own; expected None, or 'static'"):
             model.generate(rest, max_new_tokens=2, cache_implementation=implementation)
     with pytest.raises(ValueError, match="assisted generation is not supported"):
         model.generate(rest[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)

@@ -57,6 +57,15 @@ def test_cached_equals_uncached(name: str, mode: str) -> None:
     assert torch.equal(cached, generate(model, ids, attention_mask=mask, use_cache=False, **MODES[mode]))
 
 
+@pytest.mark.parametrize("name", [n for n in ("titans-mal-skip-e16", "dot-e1") if n in zoo.NAMES])
+def test_a_static_cache_gives_the_same(name: str) -> None:
+    """As transformers makes one: with room for the longest sequence that may come of the prompts."""
+    model = zoo.causal_lm(name)
+    ids, mask = left_padded([zoo.tokens(1, n, seed=n)[0] for n in (9, 5, 2)])
+    static = generate(model, ids, attention_mask=mask, do_sample=False, cache_implementation="static")
+    assert torch.equal(static, generate(model, ids, attention_mask=mask, do_sample=False))
+
+
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_rows_of_a_batch_equal_rows_alone(name: str) -> None:
     model = zoo.causal_lm(name)

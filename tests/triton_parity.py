@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scripts
 import torch
 import zoo
 from tolerances import MODEL, OP, close
@@ -173,6 +174,8 @@ DEEP: dict[str, dict[str, Any]] = {
     "blocks": {"tokens": 11, "read": 5, "hidden": (17,), "blocks": 4, "gated": True, "activation": "tanh"},
     "matrix-blocks": {"tokens": 9, "read": 5, "hidden": (), "blocks": 4, "window": 2, "activation": "relu"},
 }
+MUON = {"hidden": (17,), "blocks": 4, "gated": True, "window": 2, "muon": deep.Muon(2, every="chunk")}
+"""Of one token at a time alone, and in two steps: five multiply an error of rounding by hundreds."""
 SEQUENCES = ("query", "key", "value", "log_retention", "log_momentum", "step_size", "window_gate")
 
 
@@ -236,10 +239,19 @@ def test_deep_memory(case: str, dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("case", ["matrix", "chunk", "plain", "window", "blocks"])
 def test_deep_memory_token_by_token(case: str, dtype: torch.dtype) -> None:
-    """Rows at different places of their chunks, over two of them, with the kernel of a single token."""
-    sizes = {**DEEP[case], "tokens": 11}
+    agree_token_by_token(DEEP[case], dtype)
+
+
+def test_deep_memory_under_muon_token_by_token() -> None:
+    agree_token_by_token(MUON, torch.float32, tokens=7)
+
+
+def agree_token_by_token(case: dict[str, Any], dtype: torch.dtype, tokens: int = 11) -> None:
+    """Rows at different places of their chunks, over their ends, with the kernel of a single token."""
+    sizes = {**case, "tokens": tokens}
     sizes.pop("read", None)
-    options = {n: sizes.pop(n) for n in ("residual", "objective", "activation", "max_gradient_norm") if n in sizes}
+    known = ("residual", "objective", "activation", "max_gradient_norm", "muon")
+    options = {n: sizes.pop(n) for n in known if n in sizes}
     options |= {"chunk_size": 4, "unlock": [3 * block for block in range(sizes.get("blocks", 1))]}
     found = []
     for backend, narrow, wide in (("reference", torch.float64, torch.float64), ("triton", dtype, torch.float32)):
@@ -247,10 +259,11 @@ def test_deep_memory_token_by_token(case: str, dtype: torch.dtype) -> None:
         args = {n: None if made.get(n) is None else made[n].to(dtype).to(narrow) for n in SEQUENCES}
         outputs, state = [], made["state"]
         with torch.no_grad():
-            for start, end in ((0, 2), *((t, t + 1) for t in range(2, 11))):
+            for start, end in ((0, 2), *((t, t + 1) for t in range(2, tokens))):
                 cut = {n: None if x is None else x[:, start:end] for n, x in args.items()}
                 lengths = torch.tensor([1, 2]) if start == 0 else None
-                y, state = deep_memory(**cut, state=state, **options, lengths=lengths, backend=backend)
+                first = "chunked" if start == 0 and "muon" in options else backend  # the kernels have no such walk
+                y, state = deep_memory(**cut, state=state, **options, lengths=lengths, backend=first)
                 outputs.append(y)
         weights, momentum = deep.materialize(state)
         found.append([torch.cat(outputs[1:], dim=1), *weights, *momentum])
@@ -296,6 +309,15 @@ def test_deep_memory_reads_many_chunks_with_few_anchors(monkeypatch: pytest.Monk
             close(got, want, OP[torch.float32])
             for a, b in zip(deep.materialize(state)[0], deep.materialize(at_end)[0], strict=True):
                 close(a, b, OP[torch.float32])
+
+
+def test_model_benchmark_checks_what_it_would_time() -> None:
+    """Both passes of an op, of each the last work, in bfloat16 beside torch in float32."""
+    kernels = scripts.load("benchmarks/kernel_speed.py")
+    works = kernels.works(kernels.Shape(batch=1, tokens=5, heads=1, key_dim=8, value_dim=8), "cpu")
+    for work in {work.rule: work for work in works}.values():
+        errors = kernels.prepared(work, "triton").errors
+        assert 0 < max(errors.values()) <= kernels.BOUND
 
 
 @pytest.mark.parametrize(

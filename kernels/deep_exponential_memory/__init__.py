@@ -78,6 +78,7 @@ def deep_exponential_memory(
     activation: str = "gelu",
     max_gradient_norm: float = math.inf,
     lengths: Tensor | None = None,
+    grows: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, DeepExponentialState]:
     """Write T more tokens into the memory and read after each.
@@ -94,6 +95,8 @@ def deep_exponential_memory(
         max_gradient_norm: bound of |u_i|, over both layers; a longer u_i is shortened to it.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
+        grows: whether the new state has a key more per token. `False` keeps as many as there are, the last ones: those
+            in front must be zeros, which stand for no token.
         backend: `"auto"` or `"reference"`.
 
     Returns:
@@ -134,7 +137,7 @@ def deep_exponential_memory(
         log_retention, step_size = written_steps(log_retention, step_size, state.position, lengths)
         q, k, v, gate, step = (cast(x, dtype).movedim(2, 1) for x in (query, key, value, log_retention, step_size))
         y, grown = compute(q, k, v, gate, step, state, scale, objective, activation, max_gradient_norm)
-        rows = grown.keys.shape[2]
+        rows = (grown if grows else state).keys.shape[2]
         state = grown._replace(
             keys=aligned(grown.keys, lengths, tokens, rows),
             written=aligned(grown.written, lengths, tokens, rows),

@@ -51,8 +51,9 @@ from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster
 
 def _triton_refuses(problem: Problem) -> str | None:
     sizes, options = problem.sizes, problem.options
-    if options["muon"] is not None:
-        return "takes plain gradient steps, not Muon's"
+    muon = options["muon"]
+    if muon is not None and (sizes["T"] > 1 or muon.every == "token"):
+        return "takes plain gradient steps, of Muon's those of one token at a time where it is applied once a chunk"
     if sizes["L"] > 2:
         return f"computes memories of one or two layers, got {sizes['L']}"
     if sizes["C"] > 64 or sizes["R"] > 128:

@@ -26,6 +26,7 @@ from torch import Tensor
 from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.deep_memory.activations import GatedUnits, Units
 from memzoo.kernels.newton_schulz.chunked import newton_schulz, value_and_pullback
+from memzoo.kernels.registry import may_hold
 
 
 class Coefficients(NamedTuple):
@@ -378,7 +379,7 @@ def _clip(network: Network, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) 
         return None
     norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
     norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))  # whose gradient at 0 is 0
-    if not bool((norm > network.max_gradient_norm).any()):
+    if not may_hold(norm > network.max_gradient_norm):
         return None
     return (norm / network.max_gradient_norm).clamp(min=1).reciprocal()
 

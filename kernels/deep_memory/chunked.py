@@ -33,6 +33,7 @@ from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, network_of, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
+from memzoo.kernels.registry import constant, may_hold
 
 Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
 """`walk`; told, too, whether there will be a backward."""
@@ -87,7 +88,7 @@ def computed(
     memory = (*state.weights, *state.momentum)
     inputs = (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable and not every_token:
+    if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable:
         return one_token(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
 
     grid = Grid.of(state, query.shape[1], chunk_size, lengths, unlock)
@@ -335,7 +336,7 @@ def _coefficients(
     # o: the tokens of a chunk before each block opens; r: the tokens that the first chunk already holds.
     start = state.position if grid.held is None else state.position - grid.held
     starts = start + size * torch.arange(grid.count, device=start.device)[:, None]  # [N, B]
-    opens = (torch.tensor(unlock, device=start.device) - starts[..., None]).clamp(0, size)  # [N, B, E]
+    opens = (constant(unlock, start) - starts[..., None]).clamp(0, size)  # [N, B, E]
     opens = opens.repeat_interleave(heads, dim=1)
     token = torch.arange(1 + size, device=start.device)[:, None]
     origin = opens
@@ -441,7 +442,8 @@ def step(
     state: DeepMemoryState,
     unlock: tuple[int, ...],
 ) -> tuple[Tensor, DeepMemoryState]:
-    """One token, without autograd: one more row of factors, and new weights only when it completes a chunk.
+    """One token, without autograd: one more row of factors, and new weights only when it completes a chunk, but under
+    Muon at every token.
 
     The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
     A step is bound by the number of torch calls, so it makes few.
@@ -458,7 +460,7 @@ def step(
     weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
     is_open = opened = None
     if network.blocks > 1:
-        is_open = state.position[:, None] >= torch.tensor(unlock, device=q.device)  # [B, E]
+        is_open = state.position[:, None] >= constant(unlock, state.position)  # [B, E]
         opened = is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
 
     inner = inner_gradients(network, weights, k, v, opened)
@@ -473,7 +475,7 @@ def step(
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = row == 0
-        if bool(starts.any()):  # the tokens before the chunk, at its anchor
+        if may_hold(starts):  # the tokens before the chunk, at its anchor
             pairs = inner_gradients(network, weights, recent[0].flatten(0, 1), recent[1].flatten(0, 1), opened)
             begins = starts.repeat_interleave(heads)[:, None, None]
             for x, new in zip(rows, (*pairs.inputs, *pairs.deltas), strict=True):
@@ -511,13 +513,55 @@ def step(
             for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), before, strict=True)
         )
 
-    of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
-    output, _ = read(network, q, weights, slots, inputs, deltas, *of_read)
-    coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-    state = _stepped(network, state, row == size - 1, factors, coefficients)
+    is_done = row == size - 1
+    if state.current:
+        gates = per_token.Gates(
+            retention=(torch.ones_like(step) if retention is None else retention).reshape(-1, 1),
+            step_size=step.reshape(-1, 1),
+            momentum_keep=momentum_keep.reshape(batch * heads, 1, -1),
+            momentum_write=momentum_write.reshape(batch * heads, 1, -1),
+            is_open=opened,
+        )
+        output, state = _stepped_per_token(network, q, state, is_done, factors, gates)
+    else:
+        of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
+        output, _ = read(network, q, weights, slots, inputs, deltas, *of_read)
+        coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
+        state = _stepped(network, state, is_done, factors, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
+
+
+def _stepped_per_token(
+    network: Network,
+    query: Tensor,
+    state: DeepMemoryState,
+    is_done: Tensor,
+    factors: list[Tensor],
+    gates: per_token.Gates,
+) -> tuple[Tensor, DeepMemoryState]:
+    """What the query reads, and `_stepped`, under Muon at every token: with `M_t`, the next anchor where the token
+    completes a chunk."""
+    rows, depth = state.write.shape[:2], network.depth
+    slots, current = ([x.flatten(0, 1) for x in tensors] for tensors in (state.momentum, state.current))
+    y, *moved = per_token.through(network, query, [x.flatten(0, 1) for x in factors], slots, current, gates)
+    new, new_slots = (tuple(x.unflatten(0, rows) for x in tensors) for tensors in moved)
+    done = is_done[:, None, None]
+
+    def ended(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(torch.where(done[..., None], a, b) for a, b in zip(now, before, strict=True))
+
+    return y, state._replace(
+        weights=ended(new, state.weights),
+        momentum=ended(new_slots, state.momentum),
+        inputs=tuple(factors[:depth]),
+        deltas=tuple(factors[depth:]),
+        momentum_write=torch.where(done, 0.0, gates.momentum_write.view_as(state.momentum_write)),
+        momentum_keep=torch.where(done, 1.0, gates.momentum_keep.view_as(state.momentum_keep)),
+        current=new,
+        position=state.position + 1,
+    )
 
 
 def _stepped(
@@ -530,7 +574,7 @@ def _stepped(
     """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
     where the token completes a chunk, `is_done` `[B]`."""
     depth, memory = network.depth, (*state.weights, *state.momentum)
-    if bool(is_done.any()):
+    if may_hold(is_done):
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
         weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
         rows = [x.flatten(0, 1) for x in factors]

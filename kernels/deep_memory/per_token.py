@@ -125,19 +125,35 @@ def _chunk(
     if is_held is not None:
         factors = _where(is_held, held, factors)
     gates = _chosen(gates, (slice(None), slice(low, high)))
-    z, weights, slots = query[:, low:high], [], []
-    for layer in range(depth):
+    y, weights, slots = through(network, query[:, low:high], factors, memory[depth:], begin, gates)
+    return F.pad(y, (0, 0, low, query.shape[1] - high)), weights, slots, tuple(factors)
+
+
+def through(
+    network: Network,
+    query: Tensor,
+    factors: Sequence[Tensor],
+    anchor: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    gates: Gates,
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What tokens `[M, t, K]` of a chunk read, and weights and momentum after the last of them.
+
+    Args:
+        factors: inputs, then deltas, of the chunk's rows.
+        anchor: the momentum at the chunk's start.
+        weights: before the first token.
+    """
+    z, moved, slots = query, [], []
+    for layer in range(network.depth):
         if gates.is_open is not None and network.masks(layer):
             z = network.scale(z, gates.is_open, layer)
-        x, delta, slot = factors[layer], factors[depth + layer], memory[depth + layer]
-        y, weight = _layer(network, layer, z, x, delta, slot, begin[layer], gates)
-        weights.append(weight)
+        x, delta, slot = factors[layer], factors[network.depth + layer], anchor[layer]
+        y, weight = _layer(network, layer, z, x, delta, slot, weights[layer], gates)
+        moved.append(weight)
         slots.append(_momentum(network, layer, x, delta, slot, _chosen(gates, (slice(None), slice(-1, None))))[:, 0])
-        z = network.units.value(y) if layer < depth - 1 else y
-    if network.residual:
-        z = z + query[:, low:high, : z.shape[-1]]
-    output = F.pad(z, (0, 0, low, query.shape[1] - high))
-    return output, tuple(weights), tuple(slots), tuple(factors)
+        z = network.units.value(y) if layer < network.depth - 1 else y
+    return (z + query[..., : z.shape[-1]] if network.residual else z), tuple(moved), tuple(slots)
 
 
 def _layer(

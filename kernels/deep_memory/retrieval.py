@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memzoo.kernels.deep_memory import block_of_unit, is_gated
 from memzoo.kernels.deep_memory.activations import GatedUnits, Units
-from memzoo.kernels.registry import as_given
+from memzoo.kernels.registry import as_given, constant
 
 
 def retrieve(
@@ -38,8 +38,9 @@ def retrieve(
     depth, dtype = len(weights), weights[0].dtype
     with as_given(query.device):
         q = query.to(dtype).movedim(2, 1)
-        token = position[:, None] + torch.arange(query.shape[1], device=query.device)
-        is_open = (token[..., None] >= torch.tensor(unlock, device=query.device)).to(dtype)[:, None]  # [B, 1, T, E]
+        if len(unlock) > 1:
+            token = position[:, None] + torch.arange(query.shape[1], device=query.device)
+            is_open = (token[..., None] >= constant(tuple(unlock), position)).to(dtype)[:, None]  # [B, 1, T, E]
 
         def mask(x: Tensor) -> Tensor:
             return x if len(unlock) == 1 else x * is_open[..., block_of_unit(x.shape[-1], len(unlock), x.device)]

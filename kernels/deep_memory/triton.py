@@ -13,7 +13,9 @@ state are those of the chunked backend, made by torch before and after. What dep
 - `ends_back`, a program per chunk, all at once: what the walk's coefficients at the ends of chunks get.
 - `step`, a program per row and head: a single token without autograd. It writes a row of factors and, where the token
   completes a chunk, the next anchor over the old one. Which rows do, it asks their positions on the device: the host
-  asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph.
+  asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph. Under Muon once a chunk, of which
+  the walk is torch's, it makes the anchor's momentum alone, and after every token Newton-Schulz and a sum with factors
+  of 1 and 0 follow but where a chunk ends: three more kernels for each layer.
 
 So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. The
 hidden units meet only in sums, so every kernel goes through them in tiles of `UNITS`, several times where such a sum
@@ -24,9 +26,11 @@ On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
 tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
-for 8 bytes a thread of `walk_back` on sm_80. What helps: loops from which the compiler lifts nothing (`disable_licm`),
-factors that are loaded again after a loop, an `erf` that does not branch. float32, without tensor cores, spills up to
-584 bytes. `benchmarks/results/triton_resources.json` has the numbers.
+for 8 bytes a thread of `walk_back` on sm_80, a pointer that is stored before the first chunk. What helps: loops from
+which the compiler lifts nothing (`disable_licm`), factors that are loaded again after a loop, an `erf` that does not
+branch. float32, without tensor cores, spills up to 584 bytes, which neither more threads nor another order of
+instructions makes fewer: every thread holds its share of both factors of a product.
+`benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
 `2 s (K + V + 2 F)` for factors and inputs; the backward about three times that. Without autograd a few chunks' anchors
@@ -52,6 +56,7 @@ from memzoo.kernels.deep_memory import DeepMemoryState, chunked
 from memzoo.kernels.deep_memory.chunk import Network
 from memzoo.kernels.deep_memory.walk import Ends, Tensors
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
+from memzoo.kernels.newton_schulz import newton_schulz
 from memzoo.kernels.registry import mixed_precision
 from memzoo.kernels.triton_support import chip_of, contiguous, fresh, gradients_like, launch, product, tile, wanted
 
@@ -62,10 +67,11 @@ UNITS = {
     "sm_90": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 16, "ends_back": 32, "step": 32},
     "gfx942": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "ends_back": 32, "step": 32},
 }
+UNITS["gfx942 float32"] = {**UNITS["gfx942"], "walk": 16, "read_back": 16}
 """Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room. The
 products of sm_80 take both factors from registers, and so do those of float32; in bfloat16 those of sm_90 one or both
 from shared memory. gfx942 has twice the registers where its four waves share them with no others: so few warps."""
-WARPS = {"sm_80": 8, "sm_90": 8, "gfx942": 4}
+WARPS = {"sm_80": 8, "sm_90": 8, "gfx942": 4, "gfx942 float32": 4}
 
 
 def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
@@ -77,7 +83,7 @@ def _launch(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
     is_narrow = any(x.dtype == torch.bfloat16 for x in tensors)
     like = "sm_90" if is_narrow and not chip.startswith(("sm_8", "sm_12")) else "sm_80"
     if chip.startswith("gfx"):
-        like = "gfx942"
+        like = "gfx942" if is_narrow else "gfx942 float32"
     launch(
         kernel,
         counts,
@@ -1280,6 +1286,7 @@ def step_kernel(
     p_slot,
     p_recent_key,
     p_recent_value,
+    p_orthogonal,
     p_new_write,
     p_new_slot_write,
     p_new_keep,
@@ -1288,6 +1295,9 @@ def step_kernel(
     p_new_recent_key,
     p_new_recent_value,
     p_new_position,
+    p_new_orthogonal,
+    p_end_keep,
+    p_end_orthogonal,
     p_y,
     H: tl.constexpr,
     C: tl.constexpr,
@@ -1301,6 +1311,7 @@ def step_kernel(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     MOMENTUM: tl.constexpr,
+    MUON: tl.constexpr,
     RETENTION: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -1319,6 +1330,9 @@ def step_kernel(
     Before the first token of a chunk the `HALO` rows are made anew, at the chunk's anchor; after the last one the next
     anchor takes the place of the old. Whether a token is one of them the program asks its row's position: the host
     need not know. `UNLOCK` says after how many tokens each of `E > 1` blocks opens.
+
+    Under `MUON` (once a chunk) the anchor's momentum is made here and not its weights, of which `p_end_*` take the
+    coefficients: those of weights and orthogonal momentum after a token that completes a chunk, 1 and 0 after others.
     """
     R: tl.constexpr = HALO + C
     i = tl.program_id(0).to(tl.int64)
@@ -1359,13 +1373,15 @@ def step_kernel(
         _shifted(p_recent_value, p_new_recent_value + i * HALO * V, p_value, V, HALO, BH, BV)
 
     # The coefficients after it.
-    step = tl.load(p_step + i)
+    rate = tl.load(p_step + i)
     if WINDOW > 0:
         lag = here - row
         m_window = (lag >= 0) & (lag < WINDOW)
-        step = step * tl.load(p_gate + i * WINDOW + lag, mask=m_window, other=0.0)
+        step = tl.load(p_gate + i * WINDOW + lag, mask=m_window, other=0.0)
     else:
-        step = tl.where(row == here, step, 0.0)
+        step = tl.where(row == here, 1.0, 0.0)
+    if not MUON:
+        step *= rate
     retention = 1.0
     if RETENTION:
         retention = tl.exp(tl.load(p_retention + i))
@@ -1379,13 +1395,24 @@ def step_kernel(
         step += tl.load(p_slot_write + i * R + row, mask=row < R, other=0.0) * decay
         tl.store(p_new_slot_write + i * R + row, step, mask=row < R)
         slot = tl.where(is_open, slot * decay, slot)
-        read = tl.where(is_open, read * retention + slot, read)
+        added = slot
+        if MUON:  # whose step size is outside of the momentum
+            added *= rate
+            step *= rate
+        read = tl.where(is_open, read * retention + added, read)
     write += step
     keep = tl.where(is_open, keep * retention, keep)
     tl.store(p_new_write + i * R + row, write, mask=row < R)
     tl.store(p_new_keep + i * E + block, keep, mask=block < E)
     tl.store(p_new_read + i * E + block, read, mask=block < E)
     tl.store(p_new_slot + i * E + block, slot, mask=block < E)
+    if MUON:
+        is_done, p_block = place == C - 1, i * E + block
+        orthogonal = tl.load(p_orthogonal + p_block, mask=block < E, other=0.0)
+        orthogonal = tl.where(is_open, orthogonal * retention + rate, orthogonal)
+        tl.store(p_new_orthogonal + p_block, tl.where(is_done, 0.0, orthogonal), mask=block < E)
+        tl.store(p_end_keep + p_block, tl.where(is_done, keep, 1.0), mask=block < E)
+        tl.store(p_end_orthogonal + p_block, tl.where(is_done, orthogonal, 0.0), mask=block < E)
     if i % H == 0:
         tl.store(p_new_position + i // H, position + 1)
     tl.debug_barrier()
@@ -1438,26 +1465,32 @@ def step_kernel(
             w_keep = _of_blocks(p_new_keep + i * E, unit, U, E)
             s_read = _of_blocks(p_new_read + i * E, unit, U, E)
             s_keep = _of_blocks(p_new_slot + i * E, unit, U, E)
-            w = load_rows(p_down, v_column, unit, U, v_column < V, U) * w_keep[None, :]
+            if not MUON:
+                w = load_rows(p_down, v_column, unit, U, v_column < V, U) * w_keep[None, :]
             if MOMENTUM:
                 s = load_rows(p_down_slot, v_column, unit, U, v_column < V, U)
-                w += s * s_read[None, :]
+                if not MUON:
+                    w += s * s_read[None, :]
                 s = s * s_keep[None, :] - _outer(p_c_slot, p_d1, p_x1, v_column, unit, V, U, R, V, U)
                 store_rows(p_down_slot, s, v_column, unit, U, v_column < V, U)
-            w -= _outer(p_c, p_d1, p_x1, v_column, unit, V, U, R, V, U)
-            store_rows(p_down, w, v_column, unit, U, v_column < V, U)
+            if not MUON:
+                w -= _outer(p_c, p_d1, p_x1, v_column, unit, V, U, R, V, U)
+                store_rows(p_down, w, v_column, unit, U, v_column < V, U)
             if DEPTH == 2:
                 for part in tl.static_range(PARTS):
                     at = unit * PARTS + part
-                    w = load_rows(p_up, at, k_column, K, unit < U, K) * w_keep[:, None]
+                    if not MUON:
+                        w = load_rows(p_up, at, k_column, K, unit < U, K) * w_keep[:, None]
                     if MOMENTUM:
                         s = load_rows(p_up_slot, at, k_column, K, unit < U, K)
-                        w += s * s_read[:, None]
+                        if not MUON:
+                            w += s * s_read[:, None]
                         s = s * s_keep[:, None]
                         s -= _outer(p_c_slot, p_d0, p_x0, at, k_column, PARTS * U, K, R, PARTS * U, K)
                         store_rows(p_up_slot, s, at, k_column, K, unit < U, K)
-                    w -= _outer(p_c, p_d0, p_x0, at, k_column, PARTS * U, K, R, PARTS * U, K)
-                    store_rows(p_up, w, at, k_column, K, unit < U, K)
+                    if not MUON:
+                        w -= _outer(p_c, p_d0, p_x0, at, k_column, PARTS * U, K, R, PARTS * U, K)
+                        store_rows(p_up, w, at, k_column, K, unit < U, K)
         tl.debug_barrier()
         tl.store(p_new_write + i * R + row, tl.zeros([BR], tl.float32), mask=row < R)
         fresh = tl.zeros([BE], tl.float32)
@@ -1801,14 +1834,16 @@ def backward(inputs: Inputs, rule: Rule, kept: Kept, d_outputs: list[Tensor | No
 
 
 def one_token(*given: Any) -> tuple[Tensor, ...]:
-    """Output `[M, 1, V]`, the new coefficients, the last tokens' keys and values, and the new position. The factors are
-    written to their rows, and over the anchor the next one, if the token completes a chunk."""
+    """Output `[M, 1, V]`, the new coefficients, the last tokens' keys and values, the new position, and under Muon the
+    new `orthogonal_step` and what `step_kernel` says of the chunk's end. The factors are written to their rows, and
+    over the anchor the next one, if the token completes a chunk: under Muon its momentum alone."""
     *tensors, unlock, activation, residual, l2, max_norm = given
     query, key, value, retention, decay, step, gate, position = contiguous(*tensors[:8])
     up, down, up_slot, down_slot, x0, x1, d0, d1 = tensors[8:16]
-    old = contiguous(*tensors[16:])
+    *old, orthogonal = contiguous(*tensors[16:])
     write, keep, recent_key = old[0], old[2], old[5]
     new = [torch.empty_like(x) for x in (*old, position)]
+    ends = [write.new_empty(0) if orthogonal is None else torch.empty_like(orthogonal) for _ in range(3)]
     recent, new_recent = (old[5:], new[5:7]) if recent_key.shape[1] else ([None] * 2, [None] * 2)
     y = torch.empty_like(value)
     (rows, held), units, blocks, halo = write.shape, down.shape[2], keep.shape[1], recent_key.shape[1]
@@ -1838,6 +1873,7 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         p_slot=old[4],
         p_recent_key=recent[0],
         p_recent_value=recent[1],
+        p_orthogonal=orthogonal,
         p_new_write=new[0],
         p_new_slot_write=new[1],
         p_new_keep=new[2],
@@ -1846,6 +1882,7 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         p_new_recent_key=new_recent[0],
         p_new_recent_value=new_recent[1],
         p_new_position=new[7],
+        **dict(zip(("p_new_orthogonal", "p_end_keep", "p_end_orthogonal"), ends, strict=True)),
         p_y=y,
         H=rows // position.shape[0],
         C=held - halo,
@@ -1859,6 +1896,7 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         DEPTH=1 if up is None else 2,
         PARTS=1 if up is None else up.shape[1] // units,
         MOMENTUM=down_slot is not None,
+        MUON=orthogonal is not None,
         RETENTION=retention is not None,
         ACTIVATION=activation,
         RESIDUAL=residual,
@@ -1870,7 +1908,7 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         BV=tile(value.shape[2], 128),
         BE=triton.next_power_of_2(blocks),
     )
-    return y, *new
+    return y, *new, *ends
 
 
 _ZEROED = (
@@ -1972,7 +2010,11 @@ def _rule(network: Network) -> Rule:
 
 
 def _walk_of(network: Network, ends: Ends, tensors: Tensors, differentiable: bool) -> tuple[Tensor, ...]:
-    """`walk.walk` by the operator."""
+    """`walk.walk` by the operator; under Muon by torch, what of a single token its kernel does not compute."""
+    if network.newton_schulz_steps is not None:
+        wide = tensors.memory[0].dtype
+        sequences = {name: getattr(tensors, name).to(wide) for name in ("query", "key", "value")}
+        return chunked._walk(network, ends, tensors._replace(**sequences), differentiable)
     depth, like, c = network.depth, tensors.value.dtype, tensors.coefficients
     weights, slots = tensors.memory[:depth], tensors.memory[depth:]
     key, units, held = tensors.key, None, ends.held
@@ -2039,13 +2081,15 @@ _one = torch.library.custom_op(
     "Tensor? window_gate, Tensor position, Tensor(a!)? up, Tensor(b!) down, Tensor(c!)? up_slot, "
     "Tensor(d!)? down_slot, Tensor(e!)? x0, Tensor(f!) x1, Tensor(g!)? d0, Tensor(h!) d1, Tensor write, "
     "Tensor momentum_write, Tensor weight_keep, Tensor momentum_read, Tensor momentum_keep, Tensor recent_keys, "
-    f"Tensor recent_values, int[] unlock, {_RULE}) -> ({', '.join(['Tensor'] * 9)})",
+    f"Tensor recent_values, Tensor? orthogonal_step, int[] unlock, {_RULE}) -> ({', '.join(['Tensor'] * 12)})",
 )
 
 
 @_one.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return tuple(fresh(x) for x in (value, *others[13:20], others[4]))
+    orthogonal = others[20]
+    ends = (others[13].new_empty(0) if orthogonal is None else fresh(orthogonal) for _ in range(3))
+    return *(fresh(x) for x in (value, *others[13:20], others[4])), *ends
 
 
 def step(
@@ -2062,7 +2106,8 @@ def step(
 ) -> tuple[Tensor, DeepMemoryState]:
     """`chunked.step` by one kernel, which asks the device for nothing: a step can be part of a CUDA graph.
 
-    It writes into more than `chunked.step` does: where the token completes a chunk, over the anchor.
+    It writes into more than `chunked.step` does: where the token completes a chunk, over the anchor. Under Muon once a
+    chunk the orthogonal momentum is made after every token, since the host does not know whether one completes a chunk.
     """
     batch, heads, _ = state.write.shape
     depth = network.depth
@@ -2075,7 +2120,8 @@ def step(
         *(state.write, state.momentum_write, state.weight_keep, state.momentum_read, state.momentum_keep),
         *(state.recent_keys, state.recent_values),
     )
-    y, *new, position = _one(
+    muon = network.newton_schulz_steps
+    y, *new, position, orthogonal, end_keep, end_orthogonal = _one(
         *(x.reshape(batch * heads, 1, -1) for x in (query, key, value)),
         *(None if x is None else x.flatten() for x in (log_retention, log_momentum, step_size)),
         None if window_gate is None else window_gate.reshape(batch * heads, -1),
@@ -2089,9 +2135,15 @@ def step(
         deltas[0] if depth == 2 else None,
         deltas[-1],
         *(x.flatten(0, 1) for x in old),
+        None if muon is None else state.orthogonal_step.flatten(0, 1),
         list(unlock),
         *_rule(network),
     )
+    if muon is not None:
+        for layer, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+            update = network.layer_of(newton_schulz(network.matrices(slot, layer), steps=muon))
+            keep, rate = (network.per_weight(x, layer) for x in (end_keep, end_orthogonal))
+            weight.mul_(keep).addcmul_(rate, update)
     write, momentum_write, *rest = (x.view_as(before) for x, before in zip(new, old, strict=True))
     of_rows = (tuple(x.unflatten(0, (batch, heads)) for x in tensors) for tensors in (weights, slots, inputs, deltas))
     names = ("weight_keep", "momentum_read", "momentum_keep", "recent_keys", "recent_values")
@@ -2099,6 +2151,8 @@ def step(
     changed |= dict(zip(names, rest, strict=True))
     if not slots:
         momentum_write = state.momentum_write
+    if muon is not None:
+        changed["orthogonal_step"] = orthogonal.view_as(state.orthogonal_step)
     state = state._replace(write=write, momentum_write=momentum_write, **changed, position=position)
     return y.reshape(batch, 1, heads, -1), state
 

@@ -47,7 +47,7 @@ from memzoo.kernels.linear_attention.triton import (
     whole,
 )
 from memzoo.kernels.registry import mixed_precision
-from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, launch, product, tile, wanted
+from memzoo.kernels.triton_support import chip_of, contiguous, fresh, gradients_like, launch, product, tile, wanted
 
 
 @mixed_precision
@@ -476,17 +476,24 @@ def _prepared(
     return u, w, solve
 
 
-def _walk_tiles(sizes: dict[str, Any]) -> dict[str, int]:
-    """All K rows of a state, and fewer columns the more rows there are: 8 KiB of registers hold a tile."""
+def _walk_tiles(sizes: dict[str, Any], like: Tensor) -> dict[str, int]:
+    """All K rows of a state, and fewer columns the more rows there are: 8 KiB of registers hold a tile.
+
+    Products of float32 factors take them from registers: then twice the threads, and no second copy of the tiles in
+    flight, so that none spills on an NVIDIA chip; the others have registers enough.
+    """
     rows = tile(sizes["K"], 256)
-    return {"BK": rows, "BV": tile(sizes["V"], min(64, max(16, 2048 // rows))), "num_stages": 2 if rows < 256 else 1}
+    found = {"BK": rows, "BV": tile(sizes["V"], min(64, max(16, 2048 // rows))), "num_stages": 2 if rows < 256 else 1}
+    if like.dtype == torch.float32 and not chip_of(like.device).startswith("gfx"):
+        found |= {"num_warps": 8, "num_stages": 1}
+    return found
 
 
 def _walk(
     key: Tensor, u: Tensor, w: Tensor, gate: Tensor | None, state: Tensor, sizes: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The state before each chunk `[B H, N, K, V]`, the deltas, the last state."""
-    rows, block = key.shape[0] * sizes["H"], _walk_tiles(sizes)
+    rows, block = key.shape[0] * sizes["H"], _walk_tiles(sizes, u)
     states = u.new_empty(rows, triton.cdiv(sizes["T"], sizes["C"]), sizes["K"], sizes["V"])
     deltas, end = torch.empty_like(u), torch.empty_like(state)
     launch(
@@ -548,7 +555,7 @@ def backward(
     states, deltas, _ = _walk(key, u, w, gate, state, sizes)
     inside = value_gradient(query, key, deltas, gate, d_y, None, sizes)
 
-    rows, chunks, block = key.shape[0] * sizes["H"], states.shape[1], _walk_tiles(sizes)
+    rows, chunks, block = key.shape[0] * sizes["H"], states.shape[1], _walk_tiles(sizes, u)
     d_states, d_deltas, d_begin = torch.empty_like(states), torch.empty_like(deltas), torch.empty_like(state)
     launch(
         walk_back_kernel,

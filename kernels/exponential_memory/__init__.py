@@ -72,6 +72,7 @@ def exponential_memory(
     scale: float,
     objective: str = "dot",
     lengths: Tensor | None = None,
+    grows: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ExponentialState]:
     """Write T more tokens into the memory and read after each.
@@ -86,6 +87,8 @@ def exponential_memory(
         objective: `"dot"` or `"l2"`.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
+        grows: whether the new state has a key more per token. `False` keeps as many as there are, the last ones: those
+            in front must be zeros, which stand for no token.
         backend: `"auto"`, `"chunked"` or `"reference"`.
 
     Returns:
@@ -122,9 +125,10 @@ def exponential_memory(
         log_retention, step_size = written_steps(log_retention, step_size, state.position, lengths)
         q, k, v, gate, step = (cast(x, dtype).movedim(2, 1) for x in (query, key, value, log_retention, step_size))
         y, keys, written = select(OP, problem, backend)(q, k, v, gate, step, state, scale, objective)
+        rows = (keys if grows else state.keys).shape[2]
         state = ExponentialState(
-            aligned(keys, lengths, query.shape[1], keys.shape[2]),
-            aligned(written, lengths, query.shape[1], keys.shape[2]),
+            aligned(keys, lengths, query.shape[1], rows),
+            aligned(written, lengths, query.shape[1], rows),
             aligned(torch.cat([state.recent_values, v], dim=2), lengths, query.shape[1], window - 1),
             state.position + (query.shape[1] if lengths is None else lengths),
         )

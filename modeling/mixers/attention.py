@@ -18,6 +18,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
+from memzoo.kernels.registry import may_hold
+
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
     """Cosines and sines `[B, L, D]` of positions `[B, L]` for heads of width D, by the config's `rope_parameters`.
@@ -89,6 +91,7 @@ class CausalAttention(nn.Module):
         added: Tensor | None,
         state: KeyValueState | None,
         prefix: Tensor | None = None,
+        room: int | None = None,
     ) -> tuple[Tensor, KeyValueState]:
         """Attend from new tokens to the prefix, the carried keys and the new keys.
 
@@ -99,6 +102,8 @@ class CausalAttention(nn.Module):
             state: carried keys, or `None` at the start.
             prefix: tokens that every token sees, `[P, D_model]`, at positions `-P` to -1; looked at where there is no
                 state, which keeps them.
+            room: keys that a state holds where `carried` says all, masked until they come; `None` for as many as there
+                are, with which it grows.
 
         Returns:
             `[B, L, H D]` and the new state.
@@ -110,7 +115,8 @@ class CausalAttention(nn.Module):
             state = self._begin(k, prefix)
         keys = torch.cat([state.prefix_keys, state.keys, k], dim=2)
         values = torch.cat([state.prefix_values, state.values, v], dim=2)
-        return self._attend(q, keys, values, state), self._carry(keys, values, x.shape[1], added, state)
+        carried = room if self.carried is None else self.carried
+        return self._attend(q, keys, values, state), self._carry(keys, values, x.shape[1], added, state, carried)
 
     def _heads(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
         parts = projection(x).unflatten(-1, (-1, self.head_dim))
@@ -165,7 +171,8 @@ class CausalAttention(nn.Module):
                 "window; expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
             )
         queries, keys = q.shape[2], k.shape[2]
-        missing = bool((first > 0).any())
+        # Flash attention would drop missing keys, and so ask the device for their number: only where there are some.
+        missing = held > 0 and (bool(first.any()) if flash else may_hold(first))
         mask = valid = None
         if flash and missing:
             place = torch.arange(keys, device=q.device)
@@ -174,7 +181,12 @@ class CausalAttention(nn.Module):
         # than its attention.
         # Nor does a plain causal square under sdpa, which knows it by itself.
         square = implementation == "sdpa" and self.window is None and queries == keys and not missing
-        if not square and (flash or missing or queries > 1 or (self.window is not None and held >= self.window)):
+        too_far = self.window is not None and held >= self.window
+        if implementation == "sdpa" and queries == 1 and missing and not too_far:
+            own = torch.arange(-count, keys - count, device=q.device)
+            mask = own >= first[:, None]
+            mask = (mask if count == 0 else mask | (own < 0))[:, None, None]
+        elif not square and (flash or missing or queries > 1 or too_far):
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
                 q_length=queries,
@@ -213,11 +225,17 @@ class CausalAttention(nn.Module):
         return sees
 
     def _carry(
-        self, keys: Tensor, values: Tensor, tokens: int, added: Tensor | None, state: KeyValueState
+        self,
+        keys: Tensor,
+        values: Tensor,
+        tokens: int,
+        added: Tensor | None,
+        state: KeyValueState,
+        carried: int | None,
     ) -> KeyValueState:
-        """The last `carried` keys and values up to each row's last real token; `keys` end with the new ones."""
+        """The last `carried` keys and values, or all, to each row's last real token; `keys` end with the new ones."""
         own = state.keys.shape[2] + tokens
-        carried = own if self.carried is None else self.carried
+        carried = own if carried is None else carried
         # A state that has just begun carries none: padding stands in front.
         wanted = carried if added is None else carried + tokens
         if own < wanted:

@@ -152,19 +152,24 @@ class DeepMemory(nn.Module):
             heads, [self.features.width, *hidden, head_dim], gated=config.memory == "gated_mlp"
         )
 
-    def forward(self, x: Tensor, state: MemoryState, lengths: Tensor | None) -> tuple[Tensor, MemoryState]:
+    def forward(
+        self, x: Tensor, state: MemoryState, lengths: Tensor | None, room: int | None = None
+    ) -> tuple[Tensor, MemoryState]:
         """Read new tokens into the memory.
 
         Args:
             x: `[B, L, D]`, right-padded when `lengths` `[B]` is given.
             state: from `begin` or from an earlier call.
+            room: of memories that hold every token; this one's state is of constant size.
 
         Returns:
             Read-outs `[B, L, H V]` of H heads of width V, and the new state.
         """
         return self._read(x, state, lengths, self.chunk_size, self.schedule.unlock)
 
-    def begin(self, batch: int, like: Tensor, persistent: Tensor | None = None) -> tuple[Tensor | None, MemoryState]:
+    def begin(
+        self, batch: int, like: Tensor, persistent: Tensor | None = None, room: int | None = None
+    ) -> tuple[Tensor | None, MemoryState]:
         """The memory before the first token: `W_0`, with the persistent tokens `[P, D]` written to it.
 
         They are one chunk of their own, before token 1 and while one capacity block is open, so that the chunk grid

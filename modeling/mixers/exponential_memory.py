@@ -51,22 +51,32 @@ class ExponentialMemory(nn.Module):
             ranges.append((1e-3, 1e-1))
         self.gates = InnerGates(config.hidden_size, self.heads, ranges)
 
-    def forward(self, x: Tensor, state: MemoryState, lengths: Tensor | None) -> tuple[Tensor, MemoryState]:
-        """Read new tokens `[B, L, D]` into the memory: read-outs `[B, L, H V]` and the new state."""
-        return self._read(x, state, lengths, self.schedule)
+    def forward(
+        self, x: Tensor, state: MemoryState, lengths: Tensor | None, room: int | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """Read new tokens `[B, L, D]` into the memory: read-outs `[B, L, H V]` and the new state, which has grown by
+        their keys, or not where it has been given room for them."""
+        return self._read(x, state, lengths, self.schedule, grows=room is None)
 
-    def begin(self, batch: int, like: Tensor, persistent: Tensor | None = None) -> tuple[Tensor | None, MemoryState]:
-        """The memory before the first token, with the persistent tokens `[P, D]` written to it, and their read-outs.
+    def begin(
+        self, batch: int, like: Tensor, persistent: Tensor | None = None, room: int | None = None
+    ) -> tuple[Tensor | None, MemoryState]:
+        """The memory before the first token, with the persistent tokens `[P, D]` written to it, and their read-outs; it
+        may have `room` for keys to come, at which nothing is written yet.
 
         Positions, windows and the capacity schedule count real tokens only.
         """
+        if room is not None:
+            y, state = self.begin(batch, like, persistent)
+            held = {name: F.pad(getattr(state.memory, name), (0, 0, room, 0)) for name in ("keys", "written")}
+            return y, state._replace(memory=state.memory._replace(**held))
         tail = like.new_zeros(batch, self.conv.weight.shape[1] - 1, self.conv.weight.shape[0])
         memory = self._initial(batch, like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
         if persistent is None or persistent.shape[0] == 0:
             return None, MemoryState(tail, memory)
         blocks, count = self.schedule.blocks, persistent.shape[0]
         _, fresh = self.begin(1, like)
-        y, state = self._read(persistent[None], fresh, None, CapacitySchedule(blocks, blocks * count))
+        y, state = self._read(persistent[None], fresh, None, CapacitySchedule(blocks, blocks * count), grows=True)
         state = pytree.tree_map(lambda s: s.expand(batch, *s.shape[1:]), state)
         return y[0], state._replace(memory=state.memory._replace(position=memory.position))
 
@@ -96,6 +106,7 @@ class ExponentialMemory(nn.Module):
         step_size: Tensor,
         state: Any,
         lengths: Tensor | None,
+        grows: bool,
     ) -> tuple[Tensor, Any]:
         """The rule, from `[B, L, H, ...]`: read-outs and the new memory."""
         if self.normalizer:
@@ -110,24 +121,26 @@ class ExponentialMemory(nn.Module):
             scale=self.scale,
             objective=self.objective,
             lengths=lengths,
+            grows=grows,
             backend=self.backend,
         )
         return self._normalized(y), memory
 
     def _read(
-        self, x: Tensor, state: MemoryState, lengths: Tensor | None, schedule: CapacitySchedule
+        self, x: Tensor, state: MemoryState, lengths: Tensor | None, schedule: CapacitySchedule, grows: bool
     ) -> tuple[Tensor, MemoryState]:
         weight = self.conv.weight
         pieces = []
         for at, piece in enumerate(split((self.qkv_proj(x), *self.gates.each(x)), self.segment)):
             added = None if lengths is None else (lengths - at * self.segment).clamp(0, piece[0].shape[1])  # type: ignore[union-attr]
-            pieces.append((schedule, weight, added, *piece))
+            pieces.append((schedule, grows, weight, added, *piece))
         return scan(self._piece, state, pieces)
 
     def _piece(
         self,
         state: MemoryState,
         schedule: CapacitySchedule,
+        grows: bool,
         conv_weight: Tensor,
         lengths: Tensor | None,
         projected: Tensor,
@@ -146,6 +159,7 @@ class ExponentialMemory(nn.Module):
             torch.sigmoid(torch.stack(steps, dim=-1)) * (self.max_step_size / self.lags),
             state.memory,
             lengths,
+            grows,
         )
         return cast(y.flatten(2), dtype), MemoryState(tail, memory)
 
@@ -193,6 +207,7 @@ class DeepExponentialMemory(ExponentialMemory):
         step_size: Tensor,
         state: Any,
         lengths: Tensor | None,
+        grows: bool,
     ) -> tuple[Tensor, Any]:
         return deep_exponential_memory.deep_exponential_memory(
             q,
@@ -205,6 +220,7 @@ class DeepExponentialMemory(ExponentialMemory):
             objective=self.objective,
             max_gradient_norm=self.max_gradient_norm,
             lengths=lengths,
+            grows=grows,
             backend=self.backend,
         )
 

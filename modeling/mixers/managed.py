@@ -13,6 +13,9 @@ differ, the memory did not learn its keys in our trials: one overwrote all.
 event is applied: a token sees the writes of earlier tokens alone. `chunks_t` attends to the tokens of the K best stored
 chunks before the token's own.
 
+A single token with slots alone asks a GPU for nothing: its event is written, and refused where there is none. With
+stored chunks, of which there are ever more, it looks whether one is complete and whether any has to be looked into.
+
 Source: Memory-Managed Long-Context Attention (arXiv 2606.28876). From the paper: a query-blind write probability from
 event type, salience, recency and conflict features; hard decisions; a reader whose low confidence opens a sparse
 look-up. Ours: the forms above, all widths, and the look-up: a chunk is summarised by the ids in it (a presence sketch)
@@ -30,7 +33,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from memzoo.kernels.registry import as_given, cast
+from memzoo.kernels.registry import as_given, cast, may_hold
 from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
@@ -446,16 +449,20 @@ class Cuts:
         rows, tokens = candidate.shape
         self.candidate = candidate
         per_row = candidate.sum(1)
-        self.count = int(per_row.max())
+        self.count = int(may_hold(candidate)) if tokens == 1 else int(per_row.max())
         place = torch.arange(tokens, device=candidate.device)
         # The candidates' columns, those of the rows with fewer followed by others.
         self.ends = torch.argsort(~candidate, dim=1, stable=True)[:, : self.count]
         self.present = torch.arange(self.count, device=candidate.device) < per_row[:, None]
+        self.aligned, self.widths = True, [1, 0][: 1 + self.count]
+        if tokens == 1:  # its segment is it, and the one behind it nothing, whether or not it is a candidate or real
+            self.columns, self.real = place.expand(rows, -1), added[:, None] > 0
+            return
         self.aligned = bool((candidate == candidate[:1]).all()) and bool((added == tokens).all())
         last = torch.where(self.present, self.ends + 1, added[:, None])
         stops = torch.cat([last, added[:, None]], dim=1)
         starts = torch.cat([torch.zeros_like(stops[:, :1]), stops[:, :-1]], dim=1)
-        self.widths: list[int] = (stops - starts).amax(0).tolist()
+        self.widths = (stops - starts).amax(0).tolist()
         if self.aligned:
             self.columns = place.expand(rows, -1)
             self.real = torch.ones_like(candidate)

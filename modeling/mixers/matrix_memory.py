@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
-from memzoo.kernels.registry import cast
+from memzoo.kernels.registry import cast, constant
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import new_tail
 from memzoo.modeling.capacity import CapacitySchedule
@@ -207,6 +207,7 @@ class Retention(MatrixMemory):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.rotary = HeadRotaryEmbedding(config, self.key_dim)
+        self.log_retention = tuple(math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads))
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
         return self.rotary
@@ -217,7 +218,7 @@ class Retention(MatrixMemory):
         cos, sin = (x[:, :, None, None] for x in step.rotary[self.key_dim])
         q, k = (qk * cos + rotate_half(qk) * sin).unbind(2)
         (k,), v = self.opened(step, [k], v)
-        log_retention = state.memory.new_tensor([math.log1p(-(2.0 ** (-5 - head))) for head in range(self.heads)])
+        log_retention = constant(self.log_retention, state.memory, state.memory.dtype)
         y, memory = linear_attention(
             q * self.scaling,
             k[:, :, None],
@@ -417,7 +418,7 @@ class AttentionMixer(Mixer):
         return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
-        y, state = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, state)
+        y, state = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, state, room=step.room)
         return self.o_proj(y), state
 
 

@@ -7,6 +7,7 @@ in each layer, so that the first layer of every memory is a delta rule and the s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,27 +117,27 @@ class SelfModifying(Mixer):
         second = torch.where(ends.repeat(1, self.heads)[:, :, None, None], now.second, anchor.second)
         return Weights(first, second)
 
-    def _read(self, x: Tensor, weights: Weights, memories: list[int]) -> tuple[Tensor, Tensor]:
+    def _read(self, x: Tensor, weights: Weights, memories: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """`M(x)` `[B, L, H, n, d]` for `x` `[B, L, H, d]` or `[B, L, H, n, d]`, and the pre-activations
         `[B, L, H, n, F]`."""
-        first = weights.first.unflatten(-1, (self.count, -1))[:, :, :, memories]
-        second = weights.second.unflatten(1, (self.heads, -1))[:, :, memories]
+        first = _chosen(weights.first.unflatten(-1, (self.count, -1)), 3, memories)
+        second = _chosen(weights.second.unflatten(1, (self.heads, -1)), 2, memories)
         if x.ndim == 4:
             x = x.unsqueeze(3)
-        hidden = torch.einsum("blhnd,bhdnf->blhnf", x.expand(-1, -1, -1, len(memories), -1), first)
+        hidden = torch.einsum("blhnd,bhdnf->blhnf", x.expand(-1, -1, -1, first.shape[3], -1), first)
         return x + torch.einsum("blhnf,bhnfd->blhnd", self.act.value(hidden), second), hidden
 
     def _part(
         self, u: Tensor, q: list[Tensor], lengths: Tensor | None, now: Weights, anchor: Weights
     ) -> tuple[Tensor, Weights]:
         """Tokens of one chunk: read-outs `[B, L, H, d]` and the weights after them; `q`: none if a memory makes it."""
-        every = list(range(self.count))
-        asked = [KEY, VALUE, STEP, FORGET, *([QUERY] if self.count > QUERY else [])]
+        every = [slice(0, self.count)]
+        asked = [slice(KEY, FORGET + 1), *([slice(QUERY, QUERY + 1)] if self.count > QUERY else [])]
         made = self._read(u, anchor, asked)[0].unbind(3)
         k, v = unit_length(made[0]), made[1]
         step_size, log_retention = self.gates(made[2], made[3], self.step_limit)
         query = unit_length(made[-1] if self.count > QUERY else q[0])
-        y = self._read(query, anchor, [MEMORY])[0][:, :, :, 0]
+        y = self._read(query, anchor, [slice(MEMORY, MEMORY + 1)])[0][:, :, :, 0]
 
         wanted, _ = self._read(v, anchor, every)
         got, hidden = self._read(k, anchor, every)
@@ -173,6 +174,13 @@ class SelfModifying(Mixer):
         squares = error.square().sum(-1) * units.square().sum(-1) + slope.square().sum(-1)
         limit = self.max_gradient_norm
         return (limit * squares.clamp(min=limit**2).rsqrt())[..., None]
+
+
+def _chosen(x: Tensor, axis: int, memories: Sequence[slice]) -> Tensor:
+    """Some of the memories along an axis, as views where they can be: a list of indices would be copied to the device
+    first."""
+    parts = [x.narrow(axis, some.start, some.stop - some.start) for some in memories]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
 class InitialMemories(nn.Module):

@@ -3,9 +3,10 @@
 The memory is any module that
 
 - counts its `heads`, `key_dim` and `value_dim`;
-- begins: `begin(batch, like, persistent=None)` gives the persistent tokens' read-outs `[P, H V]` and the state after
-  them, of `batch` rows in the dtype of `like`;
-- reads: `memory(x, state, lengths)` gives read-outs `[R, L, H V]` and the new state;
+- begins: `begin(batch, like, persistent=None, room=None)` gives the persistent tokens' read-outs `[P, H V]` and the
+  state after them, of `batch` rows in the dtype of `like`, with room for so many tokens if it holds them all;
+- reads: `memory(x, state, lengths, room)` gives read-outs `[R, L, H V]` and the new state, which has grown only where
+  `room` is `None`;
 - for `mac`, answers without reading: `contents(state)`, a tuple of tensors `[R, H, ...]`, is what it holds, and
   `retrieve(x, contents, position, query)` what that says at the queries `x query`.
 """
@@ -111,8 +112,8 @@ class LMM(Wiring):
 
     def forward(self, x: Tensor, step: Step, state: MemoryState | None) -> tuple[Tensor, MemoryState]:
         if state is None:
-            _, state = self.memory.begin(x.shape[0], x, self.persistent())
-        y, state = self.memory(x, state, step.lengths)
+            _, state = self.memory.begin(x.shape[0], x, self.persistent(), step.room)
+        y, state = self.memory(x, state, step.lengths, step.room)
         return self.output(y, x), state
 
 
@@ -137,12 +138,13 @@ class MAG(Wiring):
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
         persistent = self.persistent()
         if state is None:
-            _, memory_state = self.memory.begin(x.shape[0], x, persistent)
+            _, memory_state = self.memory.begin(x.shape[0], x, persistent, step.room)
             window = None
         else:
             memory_state, window = state
-        y, window = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, window, persistent)
-        m, memory_state = self.memory(x, memory_state, step.lengths)
+        rotary = step.rotary[self.attention.head_dim]
+        y, window = self.attention(x, rotary, step.lengths, window, persistent, step.room)
+        m, memory_state = self.memory(x, memory_state, step.lengths, step.room)
         return self.output(y, m), BranchState(memory_state, window)
 
 
@@ -165,23 +167,32 @@ class MAL(Wiring):
 
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
         persistent = self.persistent()
-        memory_state, window = self._begin(x, persistent) if state is None else state
-        m, memory_state = self.memory(x, memory_state, step.lengths)
-        y, window = self.attention(self._remembered(m, x), step.rotary[self.attention.head_dim], step.lengths, window)
+        memory_state, window = self._begin(x, persistent, step.room) if state is None else state
+        m, memory_state = self.memory(x, memory_state, step.lengths, step.room)
+        rotary, room = step.rotary[self.attention.head_dim], self._room(step.room, persistent)
+        y, window = self.attention(self._remembered(m, x), rotary, step.lengths, window, room=room)
         return self.o_proj(y), BranchState(memory_state, window)
 
     def _remembered(self, m: Tensor, x: Tensor) -> Tensor:
         """What the attention reads of the memory's read-outs `m` for `x`."""
         return x + self.output(m, x) if self.memory_skip else self.output(m, x)
 
-    def _begin(self, x: Tensor, persistent: Tensor | None) -> tuple[MemoryState, KeyValueState | None]:
+    @staticmethod
+    def _room(room: int | None, persistent: Tensor | None) -> int | None:
+        """Keys for which the attention has room: the persistent tokens' are among them."""
+        return room if room is None or persistent is None else room + persistent.shape[0]
+
+    def _begin(
+        self, x: Tensor, persistent: Tensor | None, room: int | None
+    ) -> tuple[MemoryState, KeyValueState | None]:
         rows = x.shape[0]
-        read, memory_state = self.memory.begin(rows, x, persistent)
+        read, memory_state = self.memory.begin(rows, x, persistent, room)
         if persistent is None or read is None:
             return memory_state, None
         place = torch.arange(-persistent.shape[0], 0, device=x.device)[None]
         tokens = self._remembered(read, persistent)[None]
-        _, window = self.attention(tokens, self.attention.rotary(x, place), None, None)
+        rotary, room = self.attention.rotary(x, place), self._room(room, persistent)
+        _, window = self.attention(tokens, rotary, None, None, room=room)
         return memory_state, KeyValueState(*(x.expand(rows, *x.shape[1:]) for x in window))
 
 
@@ -215,7 +226,7 @@ class MAC(Wiring):
         window: KeyValueState | None = None
         past: tuple[Tensor, ...] = ()
         if state is None:
-            _, memory = self.memory.begin(x.shape[0], x)
+            _, memory = self.memory.begin(x.shape[0], x, room=step.room)
         else:
             memory, window, past = state
         outputs = []
@@ -235,7 +246,7 @@ class MAC(Wiring):
             added = None if part.lengths is None else 2 * part.lengths
             y, window = self.attention(pairs, rotary, added, window, persistent)
             y = y[:, 1::2]
-            m, memory = self.memory(y, memory, part.lengths)
+            m, memory = self.memory(y, memory, part.lengths, step.room)
             outputs.append(self.output(y, m))
         assert window is not None
         return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, past)
