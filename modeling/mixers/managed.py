@@ -51,7 +51,7 @@ from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
 from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.parts import placed
 
-QUERY_BLOCK = 512
+QUERY_BLOCK = 2048
 """Tokens that look for chunks at once."""
 
 
@@ -567,9 +567,8 @@ class Chunks(nn.Module):
             reach = min(max(1, int(chunk[:, part].max())), index.chunks.shape[1])  # later chunks are for later tokens
             before = torch.arange(reach, device=ids.device) < chunk[:, part, None]
             before = before & wanted[:, part, None]
-            looked = [recent[:, low + lag : low + lag + before.shape[1]] for lag in range(self.window)]
-            chunks = index.chunks[:, :reach]
-            chosen, held = self._found(q[:, part], chunks, sketch_bits[:, :, :reach], looked, before)
+            chunks, last = index.chunks[:, :reach], recent[:, low : low + before.shape[1] + max(self.window - 1, 0)]
+            chosen, held = self._found(q[:, part], chunks, sketch_bits[:, :, :reach], last, before)
             outputs.append(self._attend(q[:, part], chunks, chosen, held))
             counts.append(held.sum(-1))
         return torch.cat(outputs, dim=1), torch.cat(counts, dim=1), index
@@ -606,41 +605,64 @@ class Chunks(nn.Module):
 
     @torch.no_grad()
     def _found(
-        self, q: Tensor, chunks: Tensor, sketches: Tensor, looked: list[Tensor], before: Tensor
+        self, q: Tensor, chunks: Tensor, sketches: Tensor, recent: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The best chunks of each token `[R, L, K]` and which of those there are, among `before` `[R, L, N]`."""
+        """The best chunks of each token `[R, L, K]` and which of those there are.
+
+        Args:
+            q: `[R, L, D]`.
+            chunks: `[R, N, C, 2 D]`.
+            sketches: `[R, bits / 8, N]`.
+            recent: 1 + the ids of the tokens and of those before them that are in their windows, `[R, L + window - 1]`;
+                0 for none.
+            before: which chunks a token may look into, `[R, L, N]`, bool.
+        """
         with as_given(q.device):
             salient = widened(chunks[:, :, : self.salient, : self.width])
             score = (widened(q) @ salient.flatten(1, 2).mT).unflatten(2, (-1, self.salient)).amax(-1)
             score = score * self.width**-0.5
             row, total = torch.arange(len(q), device=q.device)[:, None], before.sum(-1, keepdim=True)
-            for ids in looked:
-                bit = (ids - 1).clamp(min=0) % self.bits
-                there = (sketches[row, bit // 8] >> (bit % 8).to(torch.uint8)[..., None]) & 1
-                there = (there > 0) & before & (ids > 0)[..., None]
-                rarity = torch.log((total + 1) / (there.sum(-1, keepdim=True) + 1).to(score.dtype))
-                score = score + there * rarity
+            bit = (recent - 1).clamp(min=0) % self.bits
+            there = (sketches[row, bit // 8] >> (bit % 8).to(torch.uint8)[..., None]) & (recent > 0)[..., None]
+            for lag in range(self.window):
+                shared = (there[:, lag : lag + q.shape[1]] > 0) & before
+                rarity = torch.log((total + 1) / (shared.sum(-1, keepdim=True) + 1).to(score.dtype))
+                score = score + torch.where(shared, rarity, 0.0)
             score = score.masked_fill(~before, -torch.inf)
             best = score.sort(dim=-1, descending=True, stable=True)
             return best.indices[..., : self.count], best.values[..., : self.count] > -torch.inf
 
     def _attend(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
-        """The attention to the tokens of each token's chunks: those gathered, or for many queries all chunks under a
-        mask, which reads less."""
+        """The attention to the tokens of each token's chunks."""
         q = q * (32 * self.width**-0.5 * torch.sigmoid(cast(self.sharpness, q.dtype)))
-        if chosen[0].numel() <= chunks.shape[1]:
-            row = torch.arange(len(q), device=q.device)[:, None, None]
-            keys, values = chunks[row, chosen].flatten(2, 3).split(self.width, dim=-1)
-            score = (keys @ q[..., None])[..., 0]
-            seen = held.repeat_interleave(self.size, dim=-1)
-        else:
-            keys, values = chunks.flatten(1, 2).split(self.width, dim=-1)
-            score = q @ keys.mT
-            spread = torch.zeros(*q.shape[:2], chunks.shape[1], dtype=torch.bool, device=q.device)
-            seen = spread.scatter(2, chosen, held).repeat_interleave(self.size, dim=-1)
-        score = widened(score).masked_fill(~seen, torch.finfo(torch.float32).min)
-        weights = cast(score.softmax(-1) * seen, values.dtype)
-        return (weights[:, :, None] @ values)[:, :, 0] if values.ndim == 4 else weights @ values
+        few = chosen[0].numel() <= chunks.shape[1]
+        return (self._gathered if few else self._sorted)(q, chunks, chosen, held)
+
+    def _gathered(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
+        """For few tokens: each gathers its chunks."""
+        row = torch.arange(len(q), device=q.device)[:, None, None]
+        keys, values = chunks[row, chosen].flatten(2, 3).split(self.width, dim=-1)
+        score, seen = widened((keys @ q[..., None])[..., 0]), held.repeat_interleave(self.size, dim=-1)
+        weights = score.masked_fill(~seen, torch.finfo(torch.float32).min).softmax(-1) * seen
+        return (cast(weights, values.dtype)[:, :, None] @ values)[:, :, 0]
+
+    def _sorted(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
+        """For many: the tokens that look into a chunk meet it together, and no token meets one that is not its own."""
+        count, per_row = chosen.shape[2], chunks.shape[1]
+        keys, values = (x.unbind() for x in chunks.flatten(0, 1).split(self.width, dim=-1))
+        # Pairs of a token and a chunk `[R L K]`, in the order of the chunks; those that are not held go last, and out.
+        chunk = chosen + per_row * torch.arange(len(q), device=q.device)[:, None, None]
+        chunk = chunk.masked_fill(~held, len(keys)).flatten()
+        sizes = chunk.bincount(minlength=len(keys))[: len(keys)].tolist()
+        pair = chunk.argsort(stable=True)[: sum(sizes)]
+        token = pair // count
+        asked = q.flatten(0, 1).index_select(0, token).split(sizes)
+        score = widened(torch.cat([a @ k.mT for a, k in zip(asked, keys, strict=True)]))
+        nothing = score.new_full((len(chunk), self.size), torch.finfo(torch.float32).min)
+        weights = nothing.index_copy(0, pair, score).view(-1, count * self.size).softmax(-1)
+        weights = cast(weights, q.dtype).view(-1, self.size).index_select(0, pair).split(sizes)
+        found = cast(torch.cat([w @ v for w, v in zip(weights, values, strict=True)]), q.dtype)
+        return q.new_zeros(q.shape).flatten(0, 1).index_add(0, token, found).view_as(q)
 
 
 class ManagedMemory(nn.Module):
@@ -652,7 +674,7 @@ class ManagedMemory(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.chunk_size, self.threshold = config.chunk_size, config.read_threshold
+        self.config = config  # whose `read_threshold` may be calibrated
         self.projections = Projections(config)
         self.slots = Slots(config)
         self.chunks = Chunks(config) if config.fallback_chunks else None
@@ -682,7 +704,7 @@ class ManagedMemory(nn.Module):
         looked = torch.zeros_like(found.sources[..., 0])
         if self.chunks is not None and index is not None:
             assert events.ids is not None
-            wanted = rho.detach() < self.threshold
+            wanted = rho.detach() < self.config.read_threshold
             narrow = QKV(*(cast(each, x.dtype) for each in qkv))
             more, looked, index = self.chunks(narrow, step, index, events.ids, wanted)
             y = y + torch.where(wanted, 1 - rho, 0.0)[..., None] * more
@@ -693,7 +715,7 @@ class ManagedMemory(nn.Module):
 
     def _distinct(self, sources: Tensor) -> Tensor:
         """How many chunks the slots `[R, L, K]` come from, by 1 + the position of their writing."""
-        chunk = torch.where(sources > 0, (sources - 1) // self.chunk_size + 1, 0).sort(dim=-1).values
+        chunk = torch.where(sources > 0, (sources - 1) // self.config.chunk_size + 1, 0).sort(dim=-1).values
         return ((chunk > 0) & (F.pad(chunk, (1, 0))[..., :-1] != chunk)).sum(-1)
 
 
