@@ -1,7 +1,7 @@
 """From which confidence of the reader a memory-managed model does without its chunks: found on given sequences.
 
-Source: Memory-Managed Long-Context Attention (arXiv 2606.28876), whose second version calibrates its fallback, and finds
-that a threshold from short contexts keeps it shut in long ones. The rule here is ours.
+Source: Memory-Managed Long-Context Attention (arXiv 2606.28876), whose second version calibrates its fallback and
+finds that a threshold from short contexts keeps it shut in long ones. The rule here is ours.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def calibrate_fallback(
         always = _answered(model, batches, 1.0)
         if not bool(always.right.any()):
             raise ValueError(
-                "calibrate_fallback: no answer is right even where the chunks are always asked; expected sequences that "
-                "the model has learned to answer."
+                "calibrate_fallback: no answer is right even where the chunks are always asked; expected sequences "
+                "that the model has learned to answer."
             )
         rho = always.confidence.flatten().double()
         places = torch.linspace(0, 1, candidates, dtype=rho.dtype, device=rho.device)

@@ -293,7 +293,7 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
             logger.warning_once(
                 f"{type(self).__name__}: read_threshold={threshold} was calibrated on contexts of {lengths[0]} to "
                 f"{lengths[1]} tokens and this one is longer, where the fallback may not be asked when it should be. "
-                "Calibrate it on such contexts (calibrate_fallback), or set config.read_threshold=1.0, which always asks it."
+                "Calibrate it on such contexts (calibrate_fallback), or always ask it (config.read_threshold=1.0)."
             )
 
     def memory_table(

@@ -1,4 +1,4 @@
-"""The threshold of a managed memory's fallback: chosen by its rule, kept in the config, refused where it makes no sense."""
+"""The threshold of a managed memory's fallback: chosen by its rule, kept in the config, refused where that fails."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_calibrated_model_warns_beyond_its_lengths(batches: list[dict[str, Ten
     assert said(lambda: model(zoo.tokens(1, LENGTHS[1]))) == ""
     assert said(lambda: model(zoo.tokens(1, LENGTHS[1] + 1))).count(beyond) == 1
     model.config.calibrated_lengths = [1, 2]
-    assert said(lambda: model.calibrate_fallback(batches, recall=0.5, candidates=4)) == ""  # reading longer ones is its purpose
+    assert said(lambda: model.calibrate_fallback(batches, recall=0.5, candidates=4)) == ""  # it reads longer ones
     model.config.read_threshold = 1.0  # the cure that the warning names
     assert said(lambda: model(zoo.tokens(1, LENGTHS[1] + 1))) == ""
 
