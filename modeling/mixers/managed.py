@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -35,6 +36,7 @@ from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
     Found,
+    Outcome,
     Reading,
     ReadWeights,
     Rules,
@@ -208,30 +210,26 @@ class WriteController(nn.Module):
     def seen(table: SlotTable, event: Event, rules: Rules) -> Tensor:
         """The features that come from the table, `[R, 7]`; the event's confidence is not looked at."""
         occupied = table.written > 0
-        best, match = alikeness(table, event).masked_fill(~occupied, -torch.inf).max(1)
-        some = occupied.any(1)
-
-        def of_match(x: Tensor) -> Tensor:
-            return x.gather(1, match[:, None])[:, 0]
-
-        value = table.values[torch.arange(len(match), device=match.device), match]
-        lengths = value.norm(dim=1) + event.value.norm(dim=1)
-        age = (event.position - of_match(table.written) + 1).to(value.dtype)
-        weakest = keep(table, event.position, rules).masked_fill(~occupied | table.protected, torch.inf).amin(1)
-        of_slots = torch.stack(
+        best, match = alikeness(table, event).masked_fill(~occupied, -torch.inf).max(1, keepdim=True)
+        value = table.values.gather(1, match[..., None].expand(-1, -1, table.values.shape[2]))[:, 0]
+        lengths = value.norm(dim=1, keepdim=True) + event.value.norm(dim=1, keepdim=True)
+        age = (event.position[:, None] + 1 - table.written.gather(1, match)).to(value.dtype)
+        worth = keep(table, event.position, rules).masked_fill(~occupied | table.protected, torch.inf)
+        weakest = worth.amin(1, keepdim=True)
+        of_slots = torch.cat(
             [
                 best,
-                (value - event.value).norm(dim=1) / lengths.clamp(min=1e-6),
-                of_match(table.confidence),
+                (value - event.value).norm(dim=1, keepdim=True) / lengths.clamp(min=1e-6),
+                table.confidence.gather(1, match),
                 age / (age + rules.age_scale),
-                table.rejected.mean(1),
-                occupied.to(value.dtype).mean(1),
-                torch.where(weakest.isinf(), 0.0, weakest),
+                table.rejected.mean(1, keepdim=True),
+                occupied.to(value.dtype).mean(1, keepdim=True),
+                weakest.masked_fill(weakest.isinf(), 0.0),
             ],
             dim=1,
         )
         # An event that is not finite is refused whatever its probability, which must not spoil the row's state.
-        return torch.where(some[:, None], of_slots, 0.0).nan_to_num(0.0, 0.0, 0.0)
+        return torch.where(occupied.any(1, keepdim=True), of_slots, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
 
 class SlotsRead(NamedTuple):
@@ -327,8 +325,9 @@ class Slots(nn.Module):
         cuts = Cuts(events.candidate, step.added)
         position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
         weights, facts = self._read_weights(qkv.query.dtype), self._facts(x, qkv, position, events, cuts)
-        with torch.no_grad():
-            trace, new = self._decided(qkv.query, position, table, events, facts, cuts, weights)
+        with torch.inference_mode():  # not only without gradients: its many small operations take a seventh less
+            decided = self._decided(qkv.query, position, table, events, facts, cuts, weights)
+        trace, new = pytree.tree_map(torch.clone, decided)  # ordinary tensors, which gradients may need
         logit, output, rho = trace.logit, trace.output, trace.confidence
         if torch.is_grad_enabled():
             # What was decided is kept; what it is made of is computed once more, for all tokens at once.
@@ -375,16 +374,15 @@ class Slots(nn.Module):
     ) -> tuple[Trace, SlotTable]:
         """Read and write in order, without gradients."""
         asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
-        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), cuts.real, *asked)]
+        real = None if cuts.aligned else cuts.real
+        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), real, *asked)]
         said = zip(*(each.unbind(1) for each in facts.event), strict=True)
-        logits, seen, accepted = list[Tensor](), list[Tensor](), list[Tensor]()
-        readings, before = list[Reading](), list[tuple[Tensor, Tensor, Tensor]]()
-        slots = torch.arange(self.slots, device=query.device)
-        origin = slots.expand(len(query), -1)
+        logits, seen, outcomes = list[Tensor](), list[Tensor](), list[Outcome]()
+        readings, before = list[Reading](), list[tuple[Tensor, Tensor]]()
         for at, (q, place, real, key_id, version) in enumerate(zip(*pieces, strict=True)):
             if q.shape[1]:
                 readings.append(read(table, q, place, self.rules, weights, self.count, key_id, version))
-                before.append((table.written, table.usage, origin))
+                before.append((table.written, table.usage))
                 table = noted(table, readings[-1], real)
             if at < cuts.count:
                 event = Event._make(next(said))
@@ -392,29 +390,36 @@ class Slots(nn.Module):
                 logits.append(self.controller(facts.hidden[:, at], seen[-1], event.importance))
                 p = torch.sigmoid(logits[-1])
                 table, outcome = write(table, event._replace(confidence=p, value=p[:, None] * event.value), self.rules)
-                accepted.append(outcome.accepted)
-                is_new = accepted[-1][:, None] & (slots == outcome.slot[:, None])
-                origin = torch.where(is_new, self.slots + at, origin)
+                outcomes.append(outcome)
         output, rho, chosen, nearest = (
             cuts.joined([getattr(reading, name) for reading in readings])
             for name in ("output", "confidence", "slots", "nearest")
         )
         segment = cuts.joined([torch.full_like(reading.nearest, at) for at, reading in enumerate(readings)])
-        written, usage, origins = (
+        written, usage = (
             _columns(torch.stack(each, dim=1), segment) for each in zip(*before, strict=True)
         )  # [R, L, M]
-        place = chosen.clamp(min=0)
+        number = events.candidate.cumsum(1)
+
+        def origin(written: Tensor, slot: Tensor) -> Tensor:
+            """Where in the bank the contents of a slot are that was written then."""
+            column = written - 1 - position[:, 0].view(-1, *[1] * (written.ndim - 1))
+            return torch.where(column < 0, slot, self.slots - 1 + _picked(number, column.clamp(min=0)))
+
+        place, likest = chosen.clamp(min=0), nearest.clamp(min=0)[..., None]
+        read_at = written.gather(2, place)
+        became = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
         nothing = facts.hidden.new_zeros(len(query), 0, WriteController.FEATURES - 1)
         return Trace(
             output=output,
             confidence=rho,
-            written=written.gather(2, place).masked_fill(chosen < 0, 0),
+            written=read_at.masked_fill(chosen < 0, 0),
             usage=usage.gather(2, place),
-            origin=origins.gather(2, place),
-            nearest=origins.gather(2, nearest.clamp(min=0)[..., None])[..., 0],
-            last=origin,
+            origin=origin(read_at, place),
+            nearest=origin(written.gather(2, likest), likest)[..., 0],
+            last=origin(table.written, torch.arange(self.slots, device=query.device).expand_as(table.written)),
             logit=torch.stack(logits, dim=1) if logits else nothing[..., 0],
-            accepted=torch.stack(accepted, dim=1) if accepted else nothing[..., 0] > 0,
+            accepted=Outcome(*became).accepted if outcomes else nothing[..., 0] > 0,
             seen=torch.stack(seen, dim=1) if seen else nothing,
         ), table
 
