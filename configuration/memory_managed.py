@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.base import MemoryConfig, require
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
+from memzoo.configuration.hope import ChainConfig, HopeConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -37,6 +38,7 @@ BACKBONES: dict[str, type[MemoryConfig]] = {
         CombaConfig,
         SWLAConfig,
         TransformerPlusPlusConfig,
+        HopeConfig,
     )
 }
 """The configs of the mixers that may stand below the slots."""
@@ -60,6 +62,7 @@ class MemoryManagedConfig(MemoryConfig):
 
     Args:
         backbone: the mixer of each block, by the name of its architecture: `"swla"`, `"gated_deltanet"`, `"titans"`...
+            (of Hope its memories; the feed-forward is this model's own, without a chain of levels).
         backbone_options: fields of that architecture's config; `None` for its defaults, of SWLA `{"window": 1}`, which
             is gated linear attention.
         memory_layers: blocks with a slot table; `None` for one, two thirds up. (The paper has one table per request.)
@@ -154,7 +157,9 @@ class MemoryManagedConfig(MemoryConfig):
         """Part of the `@strict` validation."""
         require(self.backbone in BACKBONES, self, "backbone", f"one of {sorted(BACKBONES)}")
         kind = BACKBONES[self.backbone]
-        own = {field.name for field in fields(kind)} - self._shared(kind)
+        own = (
+            {field.name for field in fields(kind)} - self._shared(kind) - {field.name for field in fields(ChainConfig)}
+        )
         require(
             set(self.backbone_options or {}) <= own,
             self,

@@ -42,11 +42,17 @@ def at(shape: tuple[int, int], **places: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("backbone", ["titans", "transformer_pp"])
+BACKBONES = {
+    "titans": {"chunk_size": zoo.CHUNK},
+    "transformer_pp": {},
+    "hope": {"chunk_size": 3, "self_chunk_size": 6, "max_step_size": 0.25},
+}
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_another_backbone(backbone: str) -> None:
     """Prefill and decode equal one pass, and rows on the left of padding what they are alone."""
-    options = {"chunk_size": zoo.CHUNK} if backbone == "titans" else {}
-    options = {"backbone": backbone, "backbone_options": options, "memory_layers": [0, 1]}
+    options = {"backbone": backbone, "backbone_options": BACKBONES[backbone], "memory_layers": [0, 1]}
     model = zoo.build("memory_managed-e1", torch.float64, **options).eval()
     ids = zoo.tokens(2, LENGTH)
     assert len(read(model, ids).write_prob) == 2
@@ -371,6 +377,7 @@ def test_a_hidden_state_that_is_not_finite_is_not_stored() -> None:
         ({"backbone_options": {"windows": 3}}, "backbone_options=.*: expected None, or fields of SWLAConfig"),
         ({"backbone_options": {"hidden_size": 3}}, "fields of SWLAConfig that this config does not have itself"),
         ({"backbone_options": {"window": 0}}, "SWLAConfig: window=0"),
+        ({"backbone": "hope", "backbone_options": {"chain_periods": [2, 1]}}, "fields of HopeConfig that this config"),
     ],
 )
 def test_configs_that_make_no_sense(options: dict[str, Any], message: str) -> None:
