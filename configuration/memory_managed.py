@@ -88,7 +88,8 @@ class MemoryManagedConfig(MemoryConfig):
         salient_keys: keys of a chunk, the longest, that stand for it in the look-up.
         sketch_bits: width of the presence sketch: a bit per token id (modulo this width) and chunk.
         sketch_window: last tokens, the current one included, that are looked up in the sketches; 0 for no sketches.
-        read_threshold: reader's confidence from which the slots answer alone; 1.0: the chunks are always asked.
+        read_threshold: reader's confidence from which the slots answer alone; 1.0: the chunks are always asked, as they
+            should be in training (`MemoryManagedForCausalLM.calibrate_fallback` finds a lower one).
         calibrated_lengths: shortest and longest context that `read_threshold` was calibrated on; a longer one warns
             once, since such thresholds do not carry over (a finding of the paper's second version).
 
@@ -157,9 +158,8 @@ class MemoryManagedConfig(MemoryConfig):
         """Part of the `@strict` validation."""
         require(self.backbone in BACKBONES, self, "backbone", f"one of {sorted(BACKBONES)}")
         kind = BACKBONES[self.backbone]
-        own = (
-            {field.name for field in fields(kind)} - self._shared(kind) - {field.name for field in fields(ChainConfig)}
-        )
+        theirs, chain = ({field.name for field in fields(of)} for of in (kind, ChainConfig))
+        own = theirs - self._shared(kind) - chain
         require(
             set(self.backbone_options or {}) <= own,
             self,

@@ -53,7 +53,7 @@ from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
 from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.parts import placed
 
-QUERY_BLOCK = 2048
+QUERY_BLOCK = 1024
 """Tokens that look for chunks at once."""
 
 
