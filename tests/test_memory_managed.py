@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -104,10 +105,13 @@ def test_gradients_are_those_of_one_event_after_the_other(name: str, monkeypatch
     for way in (managed.Slots.forward, one_after_the_other):
         monkeypatch.setattr(managed.Slots, "forward", way)
         model = zoo.build(name, torch.float64).train()
-        first = model(ids[:, :11], attention_mask=mask[:, :11], use_cache=True)
-        more = model(ids[:, 11:], attention_mask=mask, cache=first.cache, use_cache=True, output_memory=True)
-        assert any(bool(each.any()) for each in more.write_accept)
-        (first.logits.square().mean() + more.logits.square().mean()).backward()
+        loss, cache = torch.zeros((), dtype=torch.float64), None
+        for start, stop in pairwise((0, 11, 14, LENGTH)):  # the last reads what the first wrote and the second kept
+            said = {"attention_mask": mask[:, :stop], "cache": cache, "use_cache": True, "output_memory": True}
+            out = model(ids[:, start:stop], **said)
+            assert any(bool(each.any()) for each in out.write_accept)
+            loss, cache = loss + out.logits.square().mean(), out.cache
+        loss.backward()
         found.append({key: p.grad for key, p in model.named_parameters()})
     assert all(bool(found[0][key].any()) for key in found[0] if "controller" in key)
     for key, gradient in found[0].items():
