@@ -160,7 +160,10 @@ def test_the_speed_of_the_table_is_measured(speed: ModuleType, monkeypatch: pyte
     assert speed.through_table(2, 1) > 0
     assert speed.config().write_stride == speed.STRIDE == 16
     backbone = speed.run.CASES["managed-backbone"].build().model
-    managed = speed.run.CASES["managed-slots"].build().model
+    runner = speed.run.CASES["managed"].build()
+    ids = speed.run.token_ids(80, "cpu")
+    assert speed.run.counted_flops(lambda: runner.loss(ids).backward()) > 0  # by hooks on the modules
+    managed = runner.model
     assert type(backbone).__name__ == "SWLAForCausalLM"
     own = {name for name, _ in managed.named_parameters()} - {name for name, _ in backbone.named_parameters()}
     assert own

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -325,9 +324,10 @@ class Slots(nn.Module):
         cuts = Cuts(events.candidate, step.added)
         position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
         weights, facts = self._read_weights(qkv.query.dtype), self._facts(x, qkv, position, events, cuts)
-        with torch.inference_mode():  # not only without gradients: its many small operations take a seventh less
-            decided = self._decided(qkv.query, position, table, events, facts, cuts, weights)
-        trace, new = pytree.tree_map(torch.clone, decided)  # ordinary tensors, which gradients may need
+        # Detached, too: without gradients a view still says that it requires one, and hooks on modules believe it.
+        query, known = qkv.query.detach(), Facts(facts.hidden.detach(), Event(*(x.detach() for x in facts.event)))
+        with torch.no_grad():
+            trace, new = self._decided(query, position, table, events, known, cuts, weights)
         logit, output, rho = trace.logit, trace.output, trace.confidence
         if torch.is_grad_enabled():
             # What was decided is kept; what it is made of is computed once more, for all tokens at once.
