@@ -228,9 +228,9 @@ class LookUp:
 
     def __call__(self, query: Tensor, ask: int) -> list[int]:
         """The best complete chunks before the question that ends at `ask`, best first."""
-        looked = [self.ids[ask - lag].view(1, 1) + 1 for lag in range(self.chunks.window)]
+        recent = self.ids[None, ask - self.chunks.window + 1 : ask + 1] + 1
         before = torch.arange(self.index.chunks.shape[1]) < ask // self.chunks.size
-        chosen, held = self.chunks._found(query[None, None], self.index.chunks, self.bits, looked, before[None, None])
+        chosen, held = self.chunks._found(query[None, None], self.index.chunks, self.bits, recent, before[None, None])
         return chosen[held].tolist()
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.base import MemoryConfig, require
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
+from memzoo.configuration.hope import ChainConfig, HopeConfig
 from memzoo.configuration.matrix_memory import (
     CombaConfig,
     DeltaNetConfig,
@@ -37,6 +38,7 @@ BACKBONES: dict[str, type[MemoryConfig]] = {
         CombaConfig,
         SWLAConfig,
         TransformerPlusPlusConfig,
+        HopeConfig,
     )
 }
 """The configs of the mixers that may stand below the slots."""
@@ -60,6 +62,7 @@ class MemoryManagedConfig(MemoryConfig):
 
     Args:
         backbone: the mixer of each block, by the name of its architecture: `"swla"`, `"gated_deltanet"`, `"titans"`...
+            (of Hope its memories; the feed-forward is this model's own, without a chain of levels).
         backbone_options: fields of that architecture's config; `None` for its defaults, of SWLA `{"window": 1}`, which
             is gated linear attention.
         memory_layers: blocks with a slot table; `None` for one, two thirds up. (The paper has one table per request.)
@@ -85,7 +88,8 @@ class MemoryManagedConfig(MemoryConfig):
         salient_keys: keys of a chunk, the longest, that stand for it in the look-up.
         sketch_bits: width of the presence sketch: a bit per token id (modulo this width) and chunk.
         sketch_window: last tokens, the current one included, that are looked up in the sketches; 0 for no sketches.
-        read_threshold: reader's confidence from which the slots answer alone; 1.0: the chunks are always asked.
+        read_threshold: reader's confidence from which the slots answer alone; 1.0: the chunks are always asked, as they
+            should be in training (`MemoryManagedForCausalLM.calibrate_fallback` finds a lower one).
         calibrated_lengths: shortest and longest context that `read_threshold` was calibrated on; a longer one warns
             once, since such thresholds do not carry over (a finding of the paper's second version).
 
@@ -154,7 +158,8 @@ class MemoryManagedConfig(MemoryConfig):
         """Part of the `@strict` validation."""
         require(self.backbone in BACKBONES, self, "backbone", f"one of {sorted(BACKBONES)}")
         kind = BACKBONES[self.backbone]
-        own = {field.name for field in fields(kind)} - self._shared(kind)
+        theirs, chain = ({field.name for field in fields(of)} for of in (kind, ChainConfig))
+        own = theirs - self._shared(kind) - chain
         require(
             set(self.backbone_options or {}) <= own,
             self,

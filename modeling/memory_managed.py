@@ -5,7 +5,7 @@ See `memzoo.configuration.memory_managed` for what is the paper's and what is ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from memzoo.modeling.decoder import (
     Mixer,
     Step,
 )
+from memzoo.modeling.managed_calibration import Calibration, calibrate_fallback
 from memzoo.modeling.mixers.attention import CausalAttention
 from memzoo.modeling.mixers.managed import Events, ManagedBlock, ManagedState, Report
 from memzoo.modeling.sequences import Rows
@@ -289,11 +290,11 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
 
     def _warn_of_length(self, step: Step) -> None:
         lengths, threshold = self.config.calibrated_lengths, self.config.read_threshold
-        if lengths is not None and bool((step.position + step.added > lengths[1]).any()):
+        if lengths is not None and threshold < 1.0 and bool((step.position + step.added > lengths[1]).any()):
             logger.warning_once(
                 f"{type(self).__name__}: read_threshold={threshold} was calibrated on contexts of {lengths[0]} to "
                 f"{lengths[1]} tokens and this one is longer, where the fallback may not be asked when it should be. "
-                "Calibrate it on such contexts, or set read_threshold=1.0, which always asks it."
+                "Calibrate it on such contexts (calibrate_fallback), or always ask it (config.read_threshold=1.0)."
             )
 
     def memory_table(
@@ -429,6 +430,41 @@ class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
     def memory_table(self, cache: MemoryCache, **kwargs: Any) -> MemoryTable:
         """See `MemoryManagedModel.memory_table`."""
         return self.model.memory_table(cache, **kwargs)
+
+    def calibrate_fallback(
+        self, batches: Iterable[Mapping[str, Tensor]], recall: float = 0.99, candidates: int = 16
+    ) -> Calibration:
+        """Find the reader's confidence from which the slots may answer alone, and set `config.read_threshold` to it.
+
+        The chunks are asked where the confidence is below the threshold. Beginning with 1.0, where they always are,
+        lower thresholds are tried (quantiles of the confidences with which the sequences' answers were made) while, of
+        the answers that were right at 1.0, at least the share `recall` stays right. The last of them is set, and with
+        it `config.calibrated_lengths`, the shortest and the longest of the sequences: on a longer context the model
+        warns, since a threshold does not carry over. `save_pretrained` keeps both.
+
+        Every threshold is tried by reading all sequences with it: a look-up left out changes what later tokens see.
+
+        Args:
+            batches: each a mapping with `labels` as in `forward` (-100 for no answer), `input_ids` or `inputs_embeds`,
+                and what else is known of it: `attention_mask`, what `MemoryManagedModel` takes about tokens. A row is
+                a sequence. They must be as long as what the model will read, and not those it was trained on.
+            recall: share of the right answers that must stay right, up to 1; what is lacking is the error allowed.
+            candidates: thresholds tried at most, beside 1.0.
+
+        Returns:
+            The threshold, the lengths, and what each threshold tried has kept and asked.
+
+        Raises:
+            ValueError: a model without chunks or in training mode; batches without answers, or of which not one is
+                right with the chunks; packed sequences. The config is then as it was.
+
+        Cost: up to `candidates + 1` forward passes over the sequences.
+
+        Example:
+            >>> model.eval().calibrate_fallback(held_out, recall=0.99)
+            >>> model.save_pretrained("calibrated")
+        """
+        return calibrate_fallback(self, batches, METADATA, recall, candidates)
 
     def prepare_inputs_for_generation(
         self,

@@ -12,6 +12,8 @@ import pytest
 import torch
 from scripts import load
 
+from memzoo.modeling.managed_calibration import Calibration, Tried
+
 
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
@@ -70,6 +72,31 @@ def test_scores_are_of_the_answers(training: ModuleType, monkeypatch: pytest.Mon
     assert right["streaming"]["questions"] == right["streaming"]["right"] == 80
     assert right["overwrite"]["misled"] == 0
     assert stale["overwrite"] == {**right["overwrite"], "right": 0, "right_samples": 0, "misled": 20}
+
+
+def test_calibrates_on_other_streams_than_it_tests(training: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, given = training.Learner(training.SETUPS["twin"], "managed", "versions", 0), []
+
+    def calibrated(batches: list[dict[str, torch.Tensor]], candidates: int) -> Calibration:
+        assert not learner.model.training
+        given.extend(batches)
+        return Calibration(0.5, (3, 4), [Tried(1.0, 1.0, 0.25)])
+
+    monkeypatch.setattr(learner.model, "calibrate_fallback", calibrated)
+    found = learner.calibrate(3)
+    assert found == {
+        "threshold": 0.5,
+        "lengths": (3, 4),
+        "tried": [{"threshold": 1.0, "recall": 1.0, "asked": 0.25}],
+    }
+    for name, batch in zip(learner.setup.tasks, given, strict=True):
+        tested = training.drawn(learner.setup.task(name, "held_out"), 0, range(3))
+        assert batch["input_ids"].shape != tested.ids.shape or not torch.equal(batch["input_ids"][:, :-1], tested.ids)
+        asked = batch["labels"] != training.IGNORED
+        assert int(asked.sum()) == 3
+        assert set(batch["input_ids"][asked.roll(-1, 1)].tolist()) == {load("benchmarks/managed_tasks.py").ANS}
+        assert {x.shape for x in batch.values()} == {batch["labels"].shape}
+        assert set(batch) == {"input_ids", "attention_mask", "labels", "versions", "query_versions"}
 
 
 @pytest.mark.slow
@@ -133,7 +160,10 @@ def test_the_speed_of_the_table_is_measured(speed: ModuleType, monkeypatch: pyte
     assert speed.through_table(2, 1) > 0
     assert speed.config().write_stride == speed.STRIDE == 16
     backbone = speed.run.CASES["managed-backbone"].build().model
-    managed = speed.run.CASES["managed-slots"].build().model
+    runner = speed.run.CASES["managed"].build()
+    ids = speed.run.token_ids(80, "cpu")
+    assert speed.run.counted_flops(lambda: runner.loss(ids).backward()) > 0  # by hooks on the modules
+    managed = runner.model
     assert type(backbone).__name__ == "SWLAForCausalLM"
     own = {name for name, _ in managed.named_parameters()} - {name for name, _ in backbone.named_parameters()}
     assert own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,11 +43,17 @@ def at(shape: tuple[int, int], **places: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("backbone", ["titans", "transformer_pp"])
+BACKBONES = {
+    "titans": {"chunk_size": zoo.CHUNK},
+    "transformer_pp": {},
+    "hope": {"chunk_size": 3, "self_chunk_size": 6, "max_step_size": 0.25},
+}
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_another_backbone(backbone: str) -> None:
     """Prefill and decode equal one pass, and rows on the left of padding what they are alone."""
-    options = {"chunk_size": zoo.CHUNK} if backbone == "titans" else {}
-    options = {"backbone": backbone, "backbone_options": options, "memory_layers": [0, 1]}
+    options = {"backbone": backbone, "backbone_options": BACKBONES[backbone], "memory_layers": [0, 1]}
     model = zoo.build("memory_managed-e1", torch.float64, **options).eval()
     ids = zoo.tokens(2, LENGTH)
     assert len(read(model, ids).write_prob) == 2
@@ -98,10 +105,13 @@ def test_gradients_are_those_of_one_event_after_the_other(name: str, monkeypatch
     for way in (managed.Slots.forward, one_after_the_other):
         monkeypatch.setattr(managed.Slots, "forward", way)
         model = zoo.build(name, torch.float64).train()
-        first = model(ids[:, :11], attention_mask=mask[:, :11], use_cache=True)
-        more = model(ids[:, 11:], attention_mask=mask, cache=first.cache, use_cache=True, output_memory=True)
-        assert any(bool(each.any()) for each in more.write_accept)
-        (first.logits.square().mean() + more.logits.square().mean()).backward()
+        loss, cache = torch.zeros((), dtype=torch.float64), None
+        for start, stop in pairwise((0, 11, 14, LENGTH)):  # the last reads what the first wrote and the second kept
+            said = {"attention_mask": mask[:, :stop], "cache": cache, "use_cache": True, "output_memory": True}
+            out = model(ids[:, start:stop], **said)
+            assert any(bool(each.any()) for each in out.write_accept)
+            loss, cache = loss + out.logits.square().mean(), out.cache
+        loss.backward()
         found.append({key: p.grad for key, p in model.named_parameters()})
     assert all(bool(found[0][key].any()) for key in found[0] if "controller" in key)
     for key, gradient in found[0].items():
@@ -251,6 +261,33 @@ def test_the_look_up_finds_a_token_among_many() -> None:
     assert count == 1
 
 
+@pytest.mark.parametrize("way", ["_sorted", "_gathered"])
+def test_the_attention_to_chunks_is_that_of_one_token_after_the_other(way: str) -> None:
+    """Outputs and gradients; tokens with several chunks, fewer and none, chunks that nobody asks."""
+    rows, tokens, stored, count = 2, 9, 5, 3
+    model = zoo.build("memory_managed-fallback", torch.float64, fallback_chunks=count)
+    chunks, draw = model.model.layers[0].memory.chunks, torch.Generator().manual_seed(0)
+    q, kept = torch.randn(rows, tokens, 6, generator=draw), torch.randn(rows, stored, zoo.CHUNK, 12, generator=draw)
+    q, kept = q.double().requires_grad_(), kept.double().requires_grad_()
+    chosen = torch.rand(rows, tokens, stored - 1, generator=draw).argsort(-1)[..., :count]
+    held = torch.arange(count) < torch.randint(count + 1, (rows, tokens, 1), generator=draw)
+    assert held.sum(-1).unique().tolist() == [0, 1, 2, 3]
+
+    def one(row: int, token: int) -> Tensor:
+        found = kept[row, chosen[row, token][held[row, token]]].flatten(0, 1)
+        keys, values = found.split(6, dim=-1)
+        return (keys @ q[row, token]).softmax(0) @ values
+
+    want = torch.stack([torch.stack([one(row, token) for token in range(tokens)]) for row in range(rows)])
+    got = getattr(chunks, way)(q, kept, chosen, held)
+    close(got, want, BOUND)
+    assert not got[~held.any(-1)].any()
+    weight = torch.randn(want.shape, generator=draw).double()
+    found = (torch.autograd.grad((each * weight).sum(), (q, kept)) for each in (got, want))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs, BOUND)
+
+
 def test_only_the_stored_chunks_grow_with_the_context() -> None:
     model, sizes = zoo.causal_lm("memory_managed-fallback"), []
     for length in (20, 200):
@@ -306,12 +343,13 @@ def test_the_block_adds_what_its_formula_says() -> None:
 def test_a_longer_context_than_calibrated_warns_once() -> None:
     model, ids = zoo.build("memory_managed-fallback", calibrated_lengths=[4, 8]).eval(), zoo.tokens(2, 9)
     logging.warning_once.cache_clear()
-    with CaptureLogger(memory_managed.logger) as log:
-        read(model, ids[:, :8])
-        assert "calibrated" not in log.out
-        read(model, ids)
-        read(model, ids)
-    assert log.out.count("was calibrated on contexts of 4 to 8 tokens and this one is longer") == 1
+    warnings = []
+    for length in (8, 9, 9):
+        with CaptureLogger(memory_managed.logger) as log:
+            read(model, ids[:, :length])
+        warnings.append(log.out)  # which is there at the end
+    assert warnings[0] == warnings[2] == ""
+    assert warnings[1].count("was calibrated on contexts of 4 to 8 tokens and this one is longer") == 1
 
 
 def test_a_hidden_state_that_is_not_finite_is_not_stored() -> None:
@@ -343,6 +381,7 @@ def test_a_hidden_state_that_is_not_finite_is_not_stored() -> None:
         ({"backbone_options": {"windows": 3}}, "backbone_options=.*: expected None, or fields of SWLAConfig"),
         ({"backbone_options": {"hidden_size": 3}}, "fields of SWLAConfig that this config does not have itself"),
         ({"backbone_options": {"window": 0}}, "SWLAConfig: window=0"),
+        ({"backbone": "hope", "backbone_options": {"chain_periods": [2, 1]}}, "fields of HopeConfig that this config"),
     ],
 )
 def test_configs_that_make_no_sense(options: dict[str, Any], message: str) -> None:

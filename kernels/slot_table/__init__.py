@@ -241,10 +241,9 @@ def write(table: SlotTable, event: Event, rules: Rules) -> tuple[SlotTable, Outc
         outcome = _decide(table, event, rules)
         kind = outcome.kind[:, None]
         here = torch.arange(usage.shape[1], device=usage.device) == outcome.slot[:, None]
-        at = here & outcome.accepted[:, None]
+        at, contested = here & (kind < ACCEPTED), here & (kind >= ACCEPTED)
         over = here & (kind == OVERWRITTEN)
         new = at & ~over
-        contested = here & (kind >= ACCEPTED)
         counts = table.counts.scatter_add(1, kind.clamp(min=0), present.to(torch.int64))
     # A rejected event may hold NaN, which no product with 0 removes.
     written = SlotTable(
@@ -396,45 +395,41 @@ def _expect(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def _decide(table: SlotTable, event: Event, rules: Rules) -> Outcome:
-    occupied, version = table.written > 0, event.version[:, None]
+    occupied, free = table.written > 0, table.protected.logical_not()
+    key_id, version, confidence = (x[:, None] for x in (event.key_id, event.version, event.confidence))
     similarity = alikeness(table, event)
-    same = occupied & torch.where(
-        event.key_id[:, None] > 0, table.key_id == event.key_id[:, None], similarity >= rules.same_threshold
-    )
+    same = occupied & torch.where(key_id > 0, table.key_id == key_id, similarity >= rules.same_threshold)
     is_match = same if rules.versions_per_key == 1 else same & (table.version == version)
-    matched, match = is_match.any(1), similarity.masked_fill(~is_match, -torch.inf).argmax(1)
+    matched = is_match.any(1, keepdim=True)
+    match = similarity.masked_fill(~is_match, -torch.inf).argmax(1, keepdim=True)
 
-    def of_match(x: Tensor) -> Tensor:
-        return x.gather(1, match[:, None])[:, 0]
+    match_version = table.version.gather(1, match)
+    weaker = confidence < table.confidence.gather(1, match) - rules.protect_margin
+    guards = table.protected.gather(1, match) & weaker & (version <= match_version)
+    over = _first([(version < match_version, STALE), (guards, GUARDED)], OVERWRITTEN)
 
-    confidence, match_version = event.confidence, of_match(table.version)
-    guards = of_match(table.protected) & (confidence < of_match(table.confidence) - rules.protect_margin)
-    over = _first(
-        [(event.version < match_version, STALE), (guards & (event.version <= match_version), GUARDED)], OVERWRITTEN
-    )
-
-    free = table.protected.logical_not()
     worth = keep(table, event.position, rules)
     victim = _least(worth, free, table.written)
-    own = rules.keep_confidence * confidence + rules.keep_importance * event.importance
-    outranked = own < worth.gather(1, victim[:, None])[:, 0]
+    own = rules.keep_confidence * confidence + rules.keep_importance * event.importance[:, None]
+    outranked = own < worth.gather(1, victim)
     empty = occupied.logical_not()
-    slot = torch.where(empty.any(1), empty.int().argmax(1), victim)
-    new = _first([(empty.any(1), INSERTED), (~free.any(1), NO_ROOM), (outranked, OUTRANKED)], EVICTED)
+    has_room, has_free = empty.any(1, keepdim=True), free.any(1, keepdim=True)
+    slot = torch.where(has_room, empty.int().argmax(1, keepdim=True), victim)
+    new = _first([(has_room, INSERTED), (~has_free, NO_ROOM), (outranked, OUTRANKED)], EVICTED)
     if rules.versions_per_key > 1:
-        full, mine = same.sum(1) >= rules.versions_per_key, same & free
+        full, mine = same.sum(1, keepdim=True) >= rules.versions_per_key, same & free
         oldest = _least(table.version, mine, table.written)
-        older = event.version < table.version.gather(1, oldest[:, None])[:, 0]
-        new = torch.where(full, _first([(~mine.any(1), NO_ROOM), (older, STALE)], EVICTED), new)
-        slot = torch.where(full, oldest, slot)
+        older = version < table.version.gather(1, oldest)
+        of_key = _first([(~mine.any(1, keepdim=True), NO_ROOM), (older, STALE)], EVICTED)
+        new, slot = torch.where(full, of_key, new), torch.where(full, oldest, slot)
 
-    content = torch.cat([event.key, event.value, torch.stack([confidence, event.importance], 1)], 1)
-    kind = torch.where(matched, over, new)
-    kind = kind.masked_fill(confidence < rules.write_threshold, UNCONVINCING)
-    kind = kind.masked_fill(~content.isfinite().all(1), NOT_FINITE).masked_fill(~event.present, -1)
-    slot = torch.where(matched, match, slot)
-    known = ((kind >= 0) & (kind < ACCEPTED)) | (matched & (kind >= ACCEPTED) & (kind != NOT_FINITE))
-    return Outcome(kind, torch.where(known, slot, -1))
+    content = torch.cat([event.key, event.value, confidence, event.importance[:, None]], dim=1)
+    kind = torch.where(matched, over, new).masked_fill(confidence < rules.write_threshold, UNCONVINCING)
+    not_finite = (0 * content).sum(1, keepdim=True) != 0  # 0 times NaN or infinity is NaN, which is not 0
+    kind = kind.masked_fill(not_finite, NOT_FINITE).masked_fill(~event.present[:, None], -1)
+    known = (matched | (kind < ACCEPTED)) & (kind >= 0) & (kind != NOT_FINITE)
+    slot = torch.where(known, torch.where(matched, match, slot), -1)
+    return Outcome(kind[:, 0], slot[:, 0])
 
 
 def _first(cases: list[tuple[Tensor, int]], otherwise: int) -> Tensor:
@@ -446,11 +441,11 @@ def _first(cases: list[tuple[Tensor, int]], otherwise: int) -> Tensor:
 
 
 def _least(x: Tensor, among: Tensor, written: Tensor) -> Tensor:
-    """The slot with the least `x` `[B, M]` among some; of equals the one written first, then the lowest."""
+    """The slot with the least `x` `[B, M]` among some, `[B, 1]`; of equals the one written first, then the lowest."""
     largest = torch.finfo(x.dtype).max if x.is_floating_point() else torch.iinfo(x.dtype).max
     x = x.masked_fill(~among, largest)
     least = among & (x == x.amin(1, keepdim=True))
-    return written.masked_fill(~least, torch.iinfo(written.dtype).max).argmin(1)
+    return written.masked_fill(~least, torch.iinfo(written.dtype).max).argmin(1, keepdim=True)
 
 
 def _eligible(table: SlotTable, rules: Rules, key_id: Tensor | None, version: Tensor | None) -> Tensor:

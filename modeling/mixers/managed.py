@@ -38,6 +38,7 @@ from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.slot_table import (
     Event,
     Found,
+    Outcome,
     Reading,
     ReadWeights,
     Rules,
@@ -54,7 +55,7 @@ from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
 from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.parts import placed
 
-QUERY_BLOCK = 512
+QUERY_BLOCK = 1024
 """Tokens that look for chunks at once."""
 
 
@@ -211,30 +212,26 @@ class WriteController(nn.Module):
     def seen(table: SlotTable, event: Event, rules: Rules) -> Tensor:
         """The features that come from the table, `[R, 7]`; the event's confidence is not looked at."""
         occupied = table.written > 0
-        best, match = alikeness(table, event).masked_fill(~occupied, -torch.inf).max(1)
-        some = occupied.any(1)
-
-        def of_match(x: Tensor) -> Tensor:
-            return x.gather(1, match[:, None])[:, 0]
-
-        value = table.values[torch.arange(len(match), device=match.device), match]
-        lengths = value.norm(dim=1) + event.value.norm(dim=1)
-        age = (event.position - of_match(table.written) + 1).to(value.dtype)
-        weakest = keep(table, event.position, rules).masked_fill(~occupied | table.protected, torch.inf).amin(1)
-        of_slots = torch.stack(
+        best, match = alikeness(table, event).masked_fill(~occupied, -torch.inf).max(1, keepdim=True)
+        value = table.values.gather(1, match[..., None].expand(-1, -1, table.values.shape[2]))[:, 0]
+        lengths = value.norm(dim=1, keepdim=True) + event.value.norm(dim=1, keepdim=True)
+        age = (event.position[:, None] + 1 - table.written.gather(1, match)).to(value.dtype)
+        worth = keep(table, event.position, rules).masked_fill(~occupied | table.protected, torch.inf)
+        weakest = worth.amin(1, keepdim=True)
+        of_slots = torch.cat(
             [
                 best,
-                (value - event.value).norm(dim=1) / lengths.clamp(min=1e-6),
-                of_match(table.confidence),
+                (value - event.value).norm(dim=1, keepdim=True) / lengths.clamp(min=1e-6),
+                table.confidence.gather(1, match),
                 age / (age + rules.age_scale),
-                table.rejected.mean(1),
-                occupied.to(value.dtype).mean(1),
-                torch.where(weakest.isinf(), 0.0, weakest),
+                table.rejected.mean(1, keepdim=True),
+                occupied.to(value.dtype).mean(1, keepdim=True),
+                weakest.masked_fill(weakest.isinf(), 0.0),
             ],
             dim=1,
         )
         # An event that is not finite is refused whatever its probability, which must not spoil the row's state.
-        return torch.where(some[:, None], of_slots, 0.0).nan_to_num(0.0, 0.0, 0.0)
+        return torch.where(occupied.any(1, keepdim=True), of_slots, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
 
 class SlotsRead(NamedTuple):
@@ -330,8 +327,10 @@ class Slots(nn.Module):
         cuts = Cuts(events.candidate, step.added)
         position = step.position[:, None] + torch.arange(x.shape[1], device=x.device)
         weights, facts = self._read_weights(qkv.query.dtype), self._facts(x, qkv, position, events, cuts)
+        # Detached, too: without gradients a view still says that it requires one, and hooks on modules believe it.
+        query, known = qkv.query.detach(), Facts(facts.hidden.detach(), Event(*(x.detach() for x in facts.event)))
         with torch.no_grad():
-            trace, new = self._decided(qkv.query, position, table, events, facts, cuts, weights)
+            trace, new = self._decided(query, position, table, events, known, cuts, weights)
         logit, output, rho = trace.logit, trace.output, trace.confidence
         if torch.is_grad_enabled():
             # What was decided is kept; what it is made of is computed once more, for all tokens at once.
@@ -378,16 +377,15 @@ class Slots(nn.Module):
     ) -> tuple[Trace, SlotTable]:
         """Read and write in order, without gradients."""
         asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
-        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), cuts.real, *asked)]
+        real = None if cuts.aligned else cuts.real
+        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), real, *asked)]
         said = zip(*(each.unbind(1) for each in facts.event), strict=True)
-        logits, seen, accepted = list[Tensor](), list[Tensor](), list[Tensor]()
-        readings, before = list[Reading](), list[tuple[Tensor, Tensor, Tensor]]()
-        slots = torch.arange(self.slots, device=query.device)
-        origin = slots.expand(len(query), -1)
+        logits, seen, outcomes = list[Tensor](), list[Tensor](), list[Outcome]()
+        readings, before = list[Reading](), list[tuple[Tensor, Tensor]]()
         for at, (q, place, real, key_id, version) in enumerate(zip(*pieces, strict=True)):
             if q.shape[1]:
                 readings.append(read(table, q, place, self.rules, weights, self.count, key_id, version))
-                before.append((table.written, table.usage, origin))
+                before.append((table.written, table.usage))
                 table = noted(table, readings[-1], real)
             if at < cuts.count:
                 event = Event._make(next(said))
@@ -395,29 +393,36 @@ class Slots(nn.Module):
                 logits.append(self.controller(facts.hidden[:, at], seen[-1], event.importance))
                 p = torch.sigmoid(logits[-1])
                 table, outcome = write(table, event._replace(confidence=p, value=p[:, None] * event.value), self.rules)
-                accepted.append(outcome.accepted)
-                is_new = accepted[-1][:, None] & (slots == outcome.slot[:, None])
-                origin = torch.where(is_new, self.slots + at, origin)
+                outcomes.append(outcome)
         output, rho, chosen, nearest = (
             cuts.joined([getattr(reading, name) for reading in readings])
             for name in ("output", "confidence", "slots", "nearest")
         )
         segment = cuts.joined([torch.full_like(reading.nearest, at) for at, reading in enumerate(readings)])
-        written, usage, origins = (
+        written, usage = (
             _columns(torch.stack(each, dim=1), segment) for each in zip(*before, strict=True)
         )  # [R, L, M]
-        place = chosen.clamp(min=0)
+        number = events.candidate.cumsum(1)
+
+        def origin(written: Tensor, slot: Tensor) -> Tensor:
+            """Where in the bank the contents of a slot are that was written then."""
+            column = written - 1 - position[:, 0].view(-1, *[1] * (written.ndim - 1))
+            return torch.where(column < 0, slot, self.slots - 1 + _picked(number, column.clamp(min=0)))
+
+        place, likest = chosen.clamp(min=0), nearest.clamp(min=0)[..., None]
+        read_at = written.gather(2, place)
+        became = (torch.stack(each, dim=1) for each in zip(*outcomes, strict=True))
         nothing = facts.hidden.new_zeros(len(query), 0, WriteController.FEATURES - 1)
         return Trace(
             output=output,
             confidence=rho,
-            written=written.gather(2, place).masked_fill(chosen < 0, 0),
+            written=read_at.masked_fill(chosen < 0, 0),
             usage=usage.gather(2, place),
-            origin=origins.gather(2, place),
-            nearest=origins.gather(2, nearest.clamp(min=0)[..., None])[..., 0],
-            last=origin,
+            origin=origin(read_at, place),
+            nearest=origin(written.gather(2, likest), likest)[..., 0],
+            last=origin(table.written, torch.arange(self.slots, device=query.device).expand_as(table.written)),
             logit=torch.stack(logits, dim=1) if logits else nothing[..., 0],
-            accepted=torch.stack(accepted, dim=1) if accepted else nothing[..., 0] > 0,
+            accepted=Outcome(*became).accepted if outcomes else nothing[..., 0] > 0,
             seen=torch.stack(seen, dim=1) if seen else nothing,
         ), table
 
@@ -574,9 +579,8 @@ class Chunks(nn.Module):
             reach = min(max(1, int(chunk[:, part].max())), index.chunks.shape[1])  # later chunks are for later tokens
             before = torch.arange(reach, device=ids.device) < chunk[:, part, None]
             before = before & wanted[:, part, None]
-            looked = [recent[:, low + lag : low + lag + before.shape[1]] for lag in range(self.window)]
-            chunks = index.chunks[:, :reach]
-            chosen, held = self._found(q[:, part], chunks, sketch_bits[:, :, :reach], looked, before)
+            chunks, last = index.chunks[:, :reach], recent[:, low : low + before.shape[1] + max(self.window - 1, 0)]
+            chosen, held = self._found(q[:, part], chunks, sketch_bits[:, :, :reach], last, before)
             outputs.append(self._attend(q[:, part], chunks, chosen, held))
             counts.append(held.sum(-1))
         return torch.cat(outputs, dim=1), torch.cat(counts, dim=1), index
@@ -613,41 +617,64 @@ class Chunks(nn.Module):
 
     @torch.no_grad()
     def _found(
-        self, q: Tensor, chunks: Tensor, sketches: Tensor, looked: list[Tensor], before: Tensor
+        self, q: Tensor, chunks: Tensor, sketches: Tensor, recent: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The best chunks of each token `[R, L, K]` and which of those there are, among `before` `[R, L, N]`."""
+        """The best chunks of each token `[R, L, K]` and which of those there are.
+
+        Args:
+            q: `[R, L, D]`.
+            chunks: `[R, N, C, 2 D]`.
+            sketches: `[R, bits / 8, N]`.
+            recent: 1 + the ids of the tokens and of those before them that are in their windows, `[R, L + window - 1]`;
+                0 for none.
+            before: which chunks a token may look into, `[R, L, N]`, bool.
+        """
         with as_given(q.device):
             salient = widened(chunks[:, :, : self.salient, : self.width])
             score = (widened(q) @ salient.flatten(1, 2).mT).unflatten(2, (-1, self.salient)).amax(-1)
             score = score * self.width**-0.5
             row, total = torch.arange(len(q), device=q.device)[:, None], before.sum(-1, keepdim=True)
-            for ids in looked:
-                bit = (ids - 1).clamp(min=0) % self.bits
-                there = (sketches[row, bit // 8] >> (bit % 8).to(torch.uint8)[..., None]) & 1
-                there = (there > 0) & before & (ids > 0)[..., None]
-                rarity = torch.log((total + 1) / (there.sum(-1, keepdim=True) + 1).to(score.dtype))
-                score = score + there * rarity
+            bit = (recent - 1).clamp(min=0) % self.bits
+            there = (sketches[row, bit // 8] >> (bit % 8).to(torch.uint8)[..., None]) & (recent > 0)[..., None]
+            for lag in range(self.window):
+                shared = (there[:, lag : lag + q.shape[1]] > 0) & before
+                rarity = torch.log((total + 1) / (shared.sum(-1, keepdim=True) + 1).to(score.dtype))
+                score = score + torch.where(shared, rarity, 0.0)
             score = score.masked_fill(~before, -torch.inf)
             best = score.sort(dim=-1, descending=True, stable=True)
             return best.indices[..., : self.count], best.values[..., : self.count] > -torch.inf
 
     def _attend(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
-        """The attention to the tokens of each token's chunks: those gathered, or for many queries all chunks under a
-        mask, which reads less."""
+        """The attention to the tokens of each token's chunks."""
         q = q * (32 * self.width**-0.5 * torch.sigmoid(cast(self.sharpness, q.dtype)))
-        if chosen[0].numel() <= chunks.shape[1]:
-            row = torch.arange(len(q), device=q.device)[:, None, None]
-            keys, values = chunks[row, chosen].flatten(2, 3).split(self.width, dim=-1)
-            score = (keys @ q[..., None])[..., 0]
-            seen = held.repeat_interleave(self.size, dim=-1)
-        else:
-            keys, values = chunks.flatten(1, 2).split(self.width, dim=-1)
-            score = q @ keys.mT
-            spread = torch.zeros(*q.shape[:2], chunks.shape[1], dtype=torch.bool, device=q.device)
-            seen = spread.scatter(2, chosen, held).repeat_interleave(self.size, dim=-1)
-        score = widened(score).masked_fill(~seen, torch.finfo(torch.float32).min)
-        weights = cast(score.softmax(-1) * seen, values.dtype)
-        return (weights[:, :, None] @ values)[:, :, 0] if values.ndim == 4 else weights @ values
+        few = chosen[0].numel() <= chunks.shape[1]
+        return (self._gathered if few else self._sorted)(q, chunks, chosen, held)
+
+    def _gathered(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
+        """For few tokens: each gathers its chunks."""
+        row = torch.arange(len(q), device=q.device)[:, None, None]
+        keys, values = chunks[row, chosen].flatten(2, 3).split(self.width, dim=-1)
+        score, seen = widened((keys @ q[..., None])[..., 0]), held.repeat_interleave(self.size, dim=-1)
+        weights = score.masked_fill(~seen, torch.finfo(torch.float32).min).softmax(-1) * seen
+        return (cast(weights, values.dtype)[:, :, None] @ values)[:, :, 0]
+
+    def _sorted(self, q: Tensor, chunks: Tensor, chosen: Tensor, held: Tensor) -> Tensor:
+        """For many: the tokens that look into a chunk meet it together, and no token meets one that is not its own."""
+        count, per_row = chosen.shape[2], chunks.shape[1]
+        keys, values = (x.unbind() for x in chunks.flatten(0, 1).split(self.width, dim=-1))
+        # Pairs of a token and a chunk `[R L K]`, in the order of the chunks; those that are not held go last, and out.
+        chunk = chosen + per_row * torch.arange(len(q), device=q.device)[:, None, None]
+        chunk = chunk.masked_fill(~held, len(keys)).flatten()
+        sizes = chunk.bincount(minlength=len(keys))[: len(keys)].tolist()
+        pair = chunk.argsort(stable=True)[: sum(sizes)]
+        token = pair // count
+        asked = q.flatten(0, 1).index_select(0, token).split(sizes)
+        score = widened(torch.cat([a @ k.mT for a, k in zip(asked, keys, strict=True)]))
+        nothing = score.new_full((len(chunk), self.size), torch.finfo(torch.float32).min)
+        weights = nothing.index_copy(0, pair, score).view(-1, count * self.size).softmax(-1)
+        weights = cast(weights, q.dtype).view(-1, self.size).index_select(0, pair).split(sizes)
+        found = cast(torch.cat([w @ v for w, v in zip(weights, values, strict=True)]), q.dtype)
+        return q.new_zeros(q.shape).flatten(0, 1).index_add(0, token, found).view_as(q)
 
 
 class ManagedMemory(nn.Module):
@@ -659,7 +686,7 @@ class ManagedMemory(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.chunk_size, self.threshold = config.chunk_size, config.read_threshold
+        self.config = config  # whose `read_threshold` may be calibrated
         self.projections = Projections(config)
         self.slots = Slots(config)
         self.chunks = Chunks(config) if config.fallback_chunks else None
@@ -689,7 +716,7 @@ class ManagedMemory(nn.Module):
         looked = torch.zeros_like(found.sources[..., 0])
         if self.chunks is not None and index is not None:
             assert events.ids is not None
-            wanted = rho.detach() < self.threshold
+            wanted = rho.detach() < self.config.read_threshold
             narrow = QKV(*(cast(each, x.dtype) for each in qkv))
             more, looked, index = self.chunks(narrow, step, index, events.ids, wanted)
             y = y + torch.where(wanted, 1 - rho, 0.0)[..., None] * more
@@ -700,7 +727,7 @@ class ManagedMemory(nn.Module):
 
     def _distinct(self, sources: Tensor) -> Tensor:
         """How many chunks the slots `[R, L, K]` come from, by 1 + the position of their writing."""
-        chunk = torch.where(sources > 0, (sources - 1) // self.chunk_size + 1, 0).sort(dim=-1).values
+        chunk = torch.where(sources > 0, (sources - 1) // self.config.chunk_size + 1, 0).sort(dim=-1).values
         return ((chunk > 0) & (F.pad(chunk, (1, 0))[..., :-1] != chunk)).sum(-1)
 
 
