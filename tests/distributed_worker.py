@@ -1,8 +1,8 @@
 """What `test_distributed.py` runs in each process: a few steps of training, then a checkpoint, for several models.
 
-    accelerate launch ... distributed_worker.py MODE FOLDER
+    accelerate launch ... distributed_worker.py FOLDER
 
-MODE is `ddp` or `fsdp2`. The processes share each global batch. The main one writes each model to `FOLDER/CASE`, and
+They train in each of `MODES`, and share each global batch. The main one writes each model to `FOLDER/MODE/CASE`, and
 beside it the loss of every step and one after the last.
 """
 
@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 import zoo
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+MODES = ("ddp", "fsdp2")
 STEPS = 3
 ROWS = 4
 LENGTH = 4 * zoo.CHUNK + 3
@@ -92,15 +93,16 @@ def launched(mode: str) -> Accelerator:
     return accelerator
 
 
-def main(mode: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    accelerator = launched(mode)
-    for case in cases(mode):
-        losses = train(case, folder / case, accelerator)
-        if accelerator.is_main_process:
-            (folder / case / "losses.json").write_text(json.dumps(losses))
+def main(folder: Path) -> None:
+    for mode in MODES:
+        AcceleratorState._reset_state()
+        accelerator = launched(mode)
+        for case in cases(mode):
+            losses = train(case, folder / mode / case, accelerator)
+            if accelerator.is_main_process:
+                (folder / mode / case / "losses.json").write_text(json.dumps(losses))
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

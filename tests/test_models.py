@@ -39,7 +39,7 @@ def test_history_matters(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_prefill_and_decode_equal_one_pass(name: str) -> None:
     """For every cut from 1 to 2C + 1: the rest at once, in pieces, and token by token for 2C tokens or, once, all."""
-    model, ids = zoo.causal_lm(name), zoo.tokens(2, LENGTH)
+    model, ids = zoo.shallow(name), zoo.tokens(2, LENGTH)
     want = logits(model, ids)
     for cut in CUTS:
         prompt, rest = ids.split([cut, LENGTH - cut], dim=1)
