@@ -45,10 +45,10 @@ def test_two_processes_train_as_one(accelerator: Accelerator, tmp_path: Path) ->
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH.split(), str(WORKER), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
-    for case, options in distributed_worker.CASES.items():
+    for case, options in distributed_worker.cases().items():
         losses = distributed_worker.train(case, tmp_path / "alone" / case, accelerator)
         weights, start = loaded(tmp_path / "alone" / case), zoo.build(case, **options).state_dict()
-        for mode in (mode for mode in distributed_worker.MODES if case in distributed_worker.cases(mode)):
+        for mode in (mode for mode in distributed_worker.MODES if distributed_worker.fits(case, mode)):
             folder = tmp_path / mode / case
             got = json.loads((folder / "losses.json").read_text())
             close(torch.tensor(got), torch.tensor(losses), GRADIENT)
