@@ -46,8 +46,8 @@ DEEP = {"memory_depth": 1, "chunk_size": 4, "num_persistent_tokens": 0}
 OMEGA = {**DEEP, "window": 2, "feature_map": "identity"}
 MODELS: dict[str, transformers.PreTrainedConfig] = {
     "deltanet": memzoo.DeltaNetConfig(**SHAPE, **MATRIX),
-    "comba": memzoo.CombaConfig(**SHAPE, **MATRIX),
-    "titans": memzoo.TitansConfig(**SHAPE, **DEEP, max_step_size=2.0),
+    "comba": memzoo.CombaConfig(**SHAPE, **MATRIX, output_gate="sigmoid"),
+    "titans": memzoo.TitansConfig(**SHAPE, **DEEP, max_step_size=2.0, initializer_range=0.05),
     "omeganet": memzoo.OmegaNetConfig(**SHAPE, **OMEGA, max_step_size=6.0),
     "atlas": memzoo.AtlasConfig(**SHAPE, **OMEGA, max_step_size=1.0),
     "retnet": memzoo.RetNetConfig(**SHAPE, **MATRIX),

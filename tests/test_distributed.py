@@ -43,7 +43,7 @@ def test_two_processes_train_as_one(accelerator: Accelerator, tmp_path: Path) ->
     """The same losses; a checkpoint that loads, holds the weights of one process and continues where training ended."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(WORKER.parent)}
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH.split(), str(WORKER), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400)
     assert done.returncode == 0, done.stderr
     for case, options in distributed_worker.cases().items():
         losses = distributed_worker.train(case, tmp_path / "alone" / case, accelerator)
