@@ -5,6 +5,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 
 from memzoo.configuration.base import MemoryConfig, refuse_fixed, require
+from memzoo.configuration.matrix_memory import OUTPUT_GATES
 
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
 VARIANTS = ("lmm", "mac", "mag", "mal")
@@ -43,6 +44,8 @@ class DeepMemoryConfig(MemoryConfig):
             keeps every key; `None` for the papers' sliding window everywhere.
         sliding_window: window of the sliding attention, in tokens, the current one included.
         segment_size: segment of `mac`; a multiple of `chunk_size`.
+        output_gate: activation of the gate on the normalised read-outs of `lmm` and `mal`, `"silu"` or `"sigmoid"`;
+            `None` for no gate. The papers name none. A sigmoid starts half open, SiLU near zero.
         conv_width: width of the short causal convolution after the projections; 1 for none.
         rope_parameters: rotary embedding of the attention branches, as transformers takes it; `None` for base 10000.
     """
@@ -62,12 +65,12 @@ class DeepMemoryConfig(MemoryConfig):
     layer_types: list[str] | None = None
     sliding_window: int = 512
     segment_size: int = 256
+    output_gate: str | None = "silu"
     conv_width: int = 4
     rope_parameters: dict | None = None
     attention_dropout: float = 0.0
     max_position_embeddings: int = 1 << 20
 
-    output_gate = "silu"
     # The rule of Titans, without annotations: no fields here, but an architecture may open them.
     memory = "mlp"
     objective = "l2"
@@ -107,6 +110,12 @@ class DeepMemoryConfig(MemoryConfig):
         require(self.memory == "mlp" or self.memory_depth == 2, self, "memory_depth", "2, the layers of a gated memory")
         for field in ("memory_expansion", "chunk_size", "sliding_window", "segment_size", "conv_width", "window"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
+        require(
+            self.output_gate is None or self.output_gate in OUTPUT_GATES,
+            self,
+            "output_gate",
+            f"None or one of {OUTPUT_GATES}",
+        )
         require(self.num_persistent_tokens >= 0, self, "num_persistent_tokens", "at least 0")
         require(self.max_step_size is None or self.max_step_size > 0, self, "max_step_size", "above 0, or None")
         require(

@@ -1,8 +1,8 @@
 """What `test_distributed.py` runs in each process: a few steps of training, then a checkpoint, for several models.
 
-    accelerate launch ... distributed_worker.py MODE FOLDER
+    accelerate launch ... distributed_worker.py FOLDER
 
-MODE is `ddp` or `fsdp2`. The processes share each global batch. The main one writes each model to `FOLDER/CASE`, and
+They train in each of `MODES`, and share each global batch. The main one writes each model to `FOLDER/MODE/CASE`, and
 beside it the loss of every step and one after the last.
 """
 
@@ -10,35 +10,44 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 import zoo
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
+MODES = ("ddp", "fsdp2")
 STEPS = 3
 ROWS = 4
 LENGTH = 4 * zoo.CHUNK + 3
-# The most intricate config of each wiring, and one whose head shares the embedding's weight.
-CASES: dict[str, dict[str, bool]] = {
-    **{name: {} for name in zoo.NAMES if name not in zoo.PLAIN},
-    zoo.PLAIN[0]: {"tie_word_embeddings": True},
-}
 
 
-def cases(mode: str) -> list[str]:
-    """What can train in a mode: FSDP2 cannot shard blocks that are read several times a pass."""
-    learning = {case: getattr(zoo.TINY[case], "chain_learning", "stream") for case in CASES}
-    return [case for case in CASES if mode != "fsdp2" or learning[case] == "stream"]
+@cache
+def cases() -> dict[str, dict[str, bool]]:
+    """Configs with options: every kind of module is in some of them, and one head shares the embedding's weight."""
+    chosen, seen = {zoo.PLAIN[0]: {"tie_word_embeddings": True}}, set[type]()
+    for name in (name for name in zoo.NAMES if name not in zoo.PLAIN):
+        kinds = {type(module) for module in zoo.build(name).modules() if not isinstance(module, PreTrainedModel)}
+        if not kinds <= seen:
+            chosen[name] = {}
+        seen |= kinds
+    return chosen
+
+
+def fits(case: str, mode: str) -> bool:
+    """Whether it can train in a mode: FSDP2 cannot shard blocks that are read several times a pass."""
+    return mode != "fsdp2" or getattr(zoo.TINY[case], "chain_learning", "stream") == "stream"
 
 
 def train(case: str, folder: Path, accelerator: Accelerator) -> list[float]:
     """The global losses of some steps; the trained model is saved to `folder`."""
-    model = zoo.build(case, **CASES[case])
+    model = zoo.build(case, **cases()[case])
     # Plain SGD, whose updates differ as little as the gradients do; Adam's turn over where a gradient is nearly 0.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if accelerator.is_fsdp2:  # the blocks to shard are this model's, not the last one's
@@ -92,15 +101,16 @@ def launched(mode: str) -> Accelerator:
     return accelerator
 
 
-def main(mode: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    accelerator = launched(mode)
-    for case in cases(mode):
-        losses = train(case, folder / case, accelerator)
-        if accelerator.is_main_process:
-            (folder / case / "losses.json").write_text(json.dumps(losses))
+def main(folder: Path) -> None:
+    for mode in MODES:
+        AcceleratorState._reset_state()
+        accelerator = launched(mode)
+        for case in (case for case in cases() if fits(case, mode)):
+            losses = train(case, folder / mode / case, accelerator)
+            if accelerator.is_main_process:
+                (folder / mode / case / "losses.json").write_text(json.dumps(losses))
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

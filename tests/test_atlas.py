@@ -79,7 +79,7 @@ def logits(model: PreTrainedModel, ids: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize(("config_class", "options"), OPTIONS, ids=str)
 def test_every_option(config_class: type, options: dict[str, Any], variant: str) -> None:
     """Cached decoding, the reference backend and one pass agree."""
-    options = {"variant": variant, **options}
+    options = {"variant": variant, "num_hidden_layers": 1, **options}
     model, ids = build(config_class, **options), zoo.tokens(2, 19)
     want = logits(model, ids)
     close(logits(build(config_class, **options, kernel_backend="reference"), ids), want, BOUND)

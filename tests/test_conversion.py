@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -522,27 +521,25 @@ def test_an_option_forgotten_is_found_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line(natives: dict[str, Path], tmp_path: Path) -> None:
-    source = natives["qwen3"]
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint("qwen3", tmp_path / "source")
     for name in ("tokenizer.json", "special_tokens_map.json", "merges.txt", "LICENSE"):
         (source / name).write_text(f"{name} of the source")
     (source / "README.md").write_text("not ours to keep")
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "-m", "memzoo.conversion.convert", *arguments]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400, env=os.environ.copy())
-
-    done = run(str(source), "ours")
+    line = [sys.executable, "-m", "memzoo.conversion.convert", str(source), "ours"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ours"
     assert "Converting" in done.stderr
-    back = run("ours", "back", "--to", "qwen3")
-    assert back.returncode == 0, back.stderr
+    monkeypatch.chdir(tmp_path)
+    command.main(["ours", "back", "--to", "qwen3"])
+    assert capsys.readouterr().out.strip() == "back"
     same_bits(tensors_of(tmp_path / "back"), tensors_of(source))
     for folder in ("ours", "back"):
         for name in ("tokenizer.json", "special_tokens_map.json", "merges.txt", "LICENSE", "generation_config.json"):
             assert (tmp_path / folder / name).read_text() == (source / name).read_text()
         assert not (tmp_path / folder / "README.md").exists()
-    again = run("ours", "back", "--to", "qwen3")
-    assert again.returncode == 2
-    assert again.stderr.startswith("error: back: expected a new folder")
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["ours", "back", "--to", "qwen3"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.startswith("error: back: expected a new folder")

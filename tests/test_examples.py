@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -34,10 +33,9 @@ def held_out(tmp_path: Path) -> str:
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script in a process of its own, with one thread, as the tests run in parallel."""
+    """A script in a process of its own."""
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def perplexity(process: subprocess.CompletedProcess[str]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -30,14 +31,15 @@ CARD = Card(
     results=(Result("perplexity", 60.93, "held-out tokens", "one pass"), Result("accuracy", 0.25, "held-out tokens")),
 )
 LOAD = """
-import sys, torch
-from transformers import {auto}
+import sys, torch, transformers
+from pathlib import Path
 assert "memzoo" not in sys.modules
-model = {auto}.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-with torch.no_grad():
-    torch.save(model(torch.load("ids.pt")).logits, "logits.pt")
-model.save_pretrained("again")
-type(model.config)(**{{**model.config.to_diff_dict(), "auto_map": None}}).save_pretrained("plain")
+for folder, auto in zip(map(Path, sys.argv[2::2]), sys.argv[3::2]):
+    model = getattr(transformers, auto).from_pretrained(folder / sys.argv[1], trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.save(model(torch.load("ids.pt")).logits, folder / "logits.pt")
+    model.save_pretrained(folder / "again")
+    type(model.config)(**{**model.config.to_diff_dict(), "auto_map": None}).save_pretrained(folder / "plain")
 """
 WITHOUT = """
 import sys
@@ -57,7 +59,7 @@ def checkpoint(folder: Path, name: str = "titans-mag-e1", **options: Any) -> Pat
 
 def run(code: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
     """In a fresh process, which keeps its copies of remote code to itself."""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cwd / "modules")}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
 
@@ -66,24 +68,34 @@ def run(code: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["titans-mag-e1", "deltanet-e4"])
-def test_it_loads_in_a_fresh_process_and_again_when_saved(name: str, tmp_path: Path) -> None:
-    folder = export(checkpoint(tmp_path / "source", name), tmp_path / "exported", CARD)
-    ids = zoo.tokens(2, 11)
+def test_it_loads_in_a_fresh_process_and_again_when_saved(tmp_path: Path) -> None:
+    """Models and a classifier, all by the same two processes, since most of their time is spent on imports."""
+    models = {
+        ("titans", "AutoModelForCausalLM"): zoo.build("titans-mag-e1"),
+        ("deltanet", "AutoModelForCausalLM"): zoo.build("deltanet-e4"),
+        ("classifier", "AutoModelForSequenceClassification"): zoo.classifier("swla-e1", torch.float32),
+    }
+    ids, folders = zoo.tokens(2, 11), [tmp_path / name for name, _ in models]
     torch.save(ids, tmp_path / "ids.pt")
-    with torch.no_grad():
-        wanted = zoo.build(name).eval()(ids).logits
+    for folder, ((_, auto), model) in zip(folders, models.items(), strict=True):
+        model.save_pretrained(folder / "source")
+        export(folder / "source", folder / "exported", CARD)
+        assert f'{auto}.from_pretrained("someone/tiny"' in (folder / "exported" / "README.md").read_text()
     for source in ("exported", "again"):
-        (tmp_path / "logits.pt").unlink(missing_ok=True)
-        done = run(LOAD.format(auto="AutoModelForCausalLM"), tmp_path, source)
+        done = run(LOAD, tmp_path, source, *itertools.chain(*models))
         assert done.returncode == 0, done.stderr
-        close(torch.load(tmp_path / "logits.pt"), wanted, OP[torch.float32])  # processes may align sums otherwise
-    again = tmp_path / "again"
-    assert (again / "modeling_memzoo.py").read_text() == (folder / "modeling_memzoo.py").read_text()
-    assert json.loads((again / "config.json").read_text())["auto_map"].keys() == set(hub.AUTO_CLASSES)
-    # What has nothing to do with the Hub is saved as ever, in that process too.
-    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["config.json"]
-    assert json.loads((tmp_path / "plain" / "config.json").read_text()).get("auto_map") is None
+        for folder, model in zip(folders, models.values(), strict=True):
+            with torch.no_grad():
+                wanted = model.eval()(ids).logits
+            close(torch.load(folder / "logits.pt"), wanted, OP[torch.float32])  # processes may align sums otherwise
+            (folder / "logits.pt").unlink()
+    for folder in folders:
+        again, plain = folder / "again", folder / "plain"
+        assert (again / "modeling_memzoo.py").read_text() == (folder / "exported" / "modeling_memzoo.py").read_text()
+        assert json.loads((again / "config.json").read_text())["auto_map"].keys() == set(hub.AUTO_CLASSES)
+        # What has nothing to do with the Hub is saved as ever, in that process too.
+        assert [path.name for path in plain.iterdir()] == ["config.json"]
+        assert json.loads((plain / "config.json").read_text()).get("auto_map") is None
 
 
 def test_a_tokenizer_of_its_own_beside_the_shim(tmp_path: Path) -> None:
@@ -96,27 +108,9 @@ def test_a_tokenizer_of_its_own_beside_the_shim(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_classifier(tmp_path: Path) -> None:
-    model = zoo.classifier("swla-e1", torch.float32)
-    model.save_pretrained(tmp_path / "source")
-    export(tmp_path / "source", tmp_path / "exported", CARD)
-    ids = zoo.tokens(2, 11)
-    torch.save(ids, tmp_path / "ids.pt")
-    done = run(LOAD.format(auto="AutoModelForSequenceClassification"), tmp_path, "exported")
-    assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        close(torch.load(tmp_path / "logits.pt"), model(ids).logits, OP[torch.float32])
-    assert (
-        'AutoModelForSequenceClassification.from_pretrained("someone/tiny"'
-        in (tmp_path / "exported" / "README.md").read_text()
-    )
-
-
-@pytest.mark.slow
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     export(checkpoint(tmp_path / "source"), tmp_path / "exported", CARD)
-    code = WITHOUT + LOAD.format(auto="AutoModelForCausalLM")
-    done = run(code, tmp_path, "exported")
+    done = run(WITHOUT + LOAD, tmp_path, "exported", ".", "AutoModelForCausalLM")
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert "requires the following packages that were not found in your environment: memzoo" in last, done.stderr

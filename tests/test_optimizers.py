@@ -320,7 +320,6 @@ def test_trainer_resumes_in_the_middle(tmp_path: Path) -> None:
 
 def sharded(rank: int, port: int, folder: str) -> None:
     """Train in shards, reload the optimizer's state in the middle, write down the weights of every step."""
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)

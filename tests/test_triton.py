@@ -46,10 +46,10 @@ def resources() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [*OPS, "model"])
-def test_parity_in_the_interpreter(op: str) -> None:
-    """`triton_parity.py` in a process with TRITON_INTERPRET=1."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "triton_parity.py", "-k", op]
+@pytest.mark.parametrize("part", ["model", "deep_memory", "not model and not deep_memory"])
+def test_parity_in_the_interpreter(part: str) -> None:
+    """`triton_parity.py` in processes with TRITON_INTERPRET=1."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "triton_parity.py", "-k", part]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

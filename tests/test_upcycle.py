@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -268,12 +267,11 @@ def test_other_requests_are_refused(natives: dict[str, Path], tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_the_command_line(natives: dict[str, Path], tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "-m", "memzoo.conversion.upcycle", str(natives["qwen2"]), *arguments]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400, env=os.environ.copy())
-
-    done = run("ours", "--to", "titans_mal", "--set", "chunk_size=4", "memory_activation=silu", "use_momentum=false")
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(checkpoint("qwen2", tmp_path / "source"))
+    options = ("chunk_size=4", "memory_activation=silu", "use_momentum=false")
+    line = [sys.executable, "-m", "memzoo.conversion.upcycle", source, "ours", "--to", "titans_mal", "--set", *options]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ours"
     model: PreTrainedModel = load(tmp_path / "ours")
@@ -285,9 +283,14 @@ def test_the_command_line(natives: dict[str, Path], tmp_path: Path) -> None:
         "silu",
         False,
     )
-    again = run("other", "--to", "titans_mag", "--set", "hidden_size=4")
-    assert again.returncode == 2
-    assert "error: " in again.stderr
-    assert "hidden_size=4: expected one of the options" in again.stderr
-    assert not (tmp_path / "other").exists()
-    assert "expected NAME=VALUE" in run("other", "--to", "titans_mag", "--set", "chunk_size").stderr
+    for option, message in (
+        ("hidden_size=4", "hidden_size=4: expected one of the options"),
+        ("chunk_size", "expected NAME=VALUE"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            command.main([source, str(tmp_path / "other"), "--to", "titans_mag", "--set", option])
+        assert exit_.value.code == 2
+        shown = capsys.readouterr().err
+        assert "error: " in shown
+        assert message in shown
+        assert not (tmp_path / "other").exists()

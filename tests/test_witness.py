@@ -251,7 +251,7 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 )
 def test_the_model_is_its_equations(variant: str, options: dict[str, Any]) -> None:
     """Plain, with blocks that open inside chunks, and with blocks of unequal size and shortened gradients."""
-    model = zoo.build(f"titans-{variant}-e1", torch.float64, **options).eval()
+    model = zoo.build(f"titans-{variant}-e1", torch.float64, num_hidden_layers=1, **options).eval()
     ids = zoo.tokens(1, TOKENS)
     with torch.no_grad():
         close(model(ids).logits[0], logits(model, ids[0]), WITNESS)
@@ -285,7 +285,7 @@ def test_the_atlas_family_is_its_equations(variant: str, config_class: type, opt
     """Windows over chunk edges, features, gated memories, Muon on the open part, blocks that open inside chunks."""
     shape = zoo.config_of(f"titans-{variant}-e1").to_diff_dict()
     shape = {key: value for key, value in shape.items() if key != "model_type"}
-    config = config_class(**{**shape, "capacity_context": 21, **options})
+    config = config_class(**{**shape, "num_hidden_layers": 1, "capacity_context": 21, **options})
     model = zoo.enliven(AutoModelForCausalLM.from_config(config, dtype=torch.float64)).eval()
     ids = zoo.tokens(1, TOKENS)
     with torch.no_grad():

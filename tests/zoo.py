@@ -290,6 +290,14 @@ def causal_lm(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return build(name, dtype).eval()
 
 
+@cache
+def shallow(name: str) -> PreTrainedModel:
+    """The same with one block of each kind, for dear checks of what a block does by itself. Do not change it."""
+    if getattr(TINY[name], "layer_types", None) is not None:
+        return causal_lm(name)
+    return build(name, torch.float64, num_hidden_layers=1).eval()
+
+
 def build(name: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
     """A lively model of one's own, in training mode."""
     torch.manual_seed(0)
