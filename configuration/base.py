@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typing_extensions import Self
 
 # ATLAS (arXiv 2505.23735), Table 7: the sizes of the comparisons in its and later papers of this family.
@@ -103,6 +104,8 @@ class MemoryConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if getattr(self, "rope_parameters", None):
+            self.rope_parameters = dict(self.rope_parameters)  # transformers completes it in place
         super().__post_init__(**kwargs)
         self.validate_sizes()  # here for a plain ValueError: `@strict` wraps what its own validation raises
 
@@ -146,19 +149,24 @@ class MemoryConfig(PreTrainedConfig):
             f"None, or an id below vocab_size={self.vocab_size}",
         )
         self.validate_heads()
-        rope = (getattr(self, "rope_parameters", None) or {}).get("rope_type", "default")
-        require(
-            rope not in ("dynamic", "longrope"),
-            self,
-            "rope_parameters",
-            "a type whose angles depend on the position alone (not on the longest text of the batch)",
-        )
+        self.validate_rope()
         require(
             self.num_key_value_heads is not None and self.num_attention_heads % self.num_key_value_heads == 0,
             self,
             "num_key_value_heads",
             f"a divisor of num_attention_heads={self.num_attention_heads}",
         )
+
+    def validate_rope(self) -> None:
+        """Part of the `@strict` validation: one rotary embedding for all layers, of whole heads."""
+        rope = getattr(self, "rope_parameters", None) or {}
+        one = not any(isinstance(value, dict) for value in rope.values())
+        require(one, self, "rope_parameters", "one rotary embedding for all layers")
+        # The angles of `dynamic` and `longrope` depend on the longest text of the batch, not on the position alone.
+        known = sorted({"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"})
+        require(rope.get("rope_type", "default") in known, self, "rope_parameters", f"a rope_type of {known}")
+        whole = rope.get("partial_rotary_factor", 1.0) == 1.0
+        require(whole, self, "rope_parameters", "partial_rotary_factor 1: whole heads are rotated")
 
     def validate_heads(self) -> None:
         """Part of the `@strict` validation: heads have a width."""

@@ -1,11 +1,11 @@
 """What the models with one matrix per head have in common: RetNet, DeltaNet, Gated DeltaNet, Comba, SWLA."""
 
-from math import isclose
-from typing import Any
+from math import isclose, isfinite
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 
-from memzoo.configuration.base import SIZES, MemoryConfig, require
+from memzoo.configuration.base import SIZES, MemoryConfig, refuse_fixed, require
 
 LAYER_TYPES = ("linear_attention", "sliding_attention", "full_attention")
 OUTPUT_GATES = ("silu", "sigmoid")
@@ -20,14 +20,16 @@ class MatrixMemoryConfig(MemoryConfig):
         num_memory_heads: heads of the memories; `None` for `num_attention_heads`.
         expand_k: width of all heads' keys over `hidden_size`.
         expand_v: width of all heads' values over `hidden_size`.
-        conv_width: width of the short causal convolution on queries, keys and values; 1 for none (SiLU stays).
+        conv_width: width of the short causal convolution, with SiLU, on queries, keys and values; 1 leaves a factor
+            per channel.
         output_gate: activation of the gate on the normalised read-outs, `"silu"` or `"sigmoid"`; `None` for no gate.
         capacity_axis: what the capacity blocks of Proteus are: `"key"` coordinates or `"value"` coordinates of each
             head, or whole `"head"`s.
         layer_types: for each block `"linear_attention"` (the memory), `"sliding_attention"` or `"full_attention"`;
             `None` for the memory everywhere (in Transformer++: full attention).
         sliding_window: window of the sliding attention, in tokens, the current one included.
-        rope_parameters: rotary embedding of the attention, as transformers takes it; `None` for base 10000.
+        rope_parameters: rotary embedding of the attention (in RetNet: of the retention, too), as transformers takes it,
+            one for all layers; `None` for base 10000.
     """
 
     num_memory_heads: int | None = None
@@ -81,7 +83,7 @@ class MatrixMemoryConfig(MemoryConfig):
             for field in ("expand_k", "expand_v"):
                 width = self.hidden_size * getattr(self, field)
                 require(
-                    width >= 1 and isclose(width, round(width)) and round(width) % heads == 0,
+                    isfinite(width) and width >= 1 and isclose(width, round(width)) and round(width) % heads == 0,
                     self,
                     field,
                     f"a factor that makes hidden_size={self.hidden_size} a multiple of {heads} heads",
@@ -97,9 +99,12 @@ class MatrixMemoryConfig(MemoryConfig):
             "output_gate",
             f"None or one of {OUTPUT_GATES}",
         )
+        require(getattr(self, "unit_eps", 0.0) >= 0, self, "unit_eps", "at least 0")
         require(self.capacity_axis in CAPACITY_AXES, self, "capacity_axis", f"one of {CAPACITY_AXES}")
         units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": self.memory_heads}
         limit = max(1, units[self.capacity_axis])
+        has_memory = "linear_attention" in self.mixer_types
+        require(self.capacity_blocks == 1 or has_memory, self, "capacity_blocks", "1: attention has no memory to open")
         require(self.capacity_blocks <= limit, self, "capacity_blocks", f"at most the {limit} units of its axis")
         require(
             len(self.mixer_types) == self.num_hidden_layers and all(kind in LAYER_TYPES for kind in self.mixer_types),
@@ -168,7 +173,7 @@ class CombaConfig(MatrixMemoryConfig):
 
     Args:
         variant: `"paper"`: unit queries and keys, erase key `p = b k`, read at `q - d k` (Eq 5). `"fla"`: as in
-            flash-linear-attention, which normalises afterwards: erase key `k`, read at the unit vector along
+            flash-linear-attention, which normalises afterwards: unit vectors along `k`, `b k` (the erase key) and
             `q - d b k` of the unnormalised q and k.
         correction: initial d of every head: 0.02 in the authors' small models, 1 in their 1.3B model.
         unit_eps: see `DeltaNetConfig`.
@@ -182,9 +187,12 @@ class CombaConfig(MatrixMemoryConfig):
     correction: float = 0.02
     unit_eps: float = 0.0
 
+    allow_negative_eigenvalues: ClassVar[bool] = False
+
     _sizes = {**SIZES, "1.3b": {**SIZES["1.3b"], "correction": 1.0}}
 
     def __post_init__(self, **kwargs: Any) -> None:
+        refuse_fixed(self, kwargs, ("allow_negative_eigenvalues",))
         super().__post_init__(**kwargs)
         require(self.variant in ("paper", "fla"), self, "variant", "'paper' or 'fla'")
 
@@ -216,4 +224,3 @@ class TransformerPlusPlusConfig(MatrixMemoryConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         require("linear_attention" not in self.mixer_types, self, "layer_types", "attention only")
-        require(self.capacity_blocks == 1, self, "capacity_blocks", "1: attention has no memory to open")

@@ -129,6 +129,8 @@ def _read_hybrid(values: Values) -> Values:
         for layer in spec["layers"]:
             if layer not in range(layers):
                 raise Unfit("attn", given, f"layers from 0 to {layers - 1}", "Does the number of layers belong to it?")
+            if types[layer] != "linear_attention":
+                raise Unfit("attn", given, f"layer {layer} in one description", "Leave it in one of them.")
             types[layer] = "full_attention" if spec["window_size"] is None else "sliding_attention"
     sliding = {"sliding_window": windows.pop()} if windows else {}
     return {
@@ -294,7 +296,18 @@ DELTA = (
         "unit_eps", UNIT_EPS, "Set it in config.json: unit queries and keys then change by less than 1e-6 / |x|^2."
     ),
 )
-ONE_VALUE_HEAD = only("num_v_heads", None, "Our memories have as many heads of values as of keys.")
+
+
+def _as_many(theirs: str, heads: int, others: str) -> Option:
+    """An option for heads of one kind, of which we have as many as of the others."""
+
+    def read(values: Values) -> Values:
+        if values[theirs] not in (None, values["num_heads"]):
+            expected = f"None or num_heads={values['num_heads']}"
+            raise Unfit(theirs, values[theirs], expected, f"Our memories have as many heads of values as of {others}.")
+        return {}
+
+    return Option({theirs: None, "num_heads": heads}, (), read, lambda config: {theirs: None})
 
 
 def _hybrid(
@@ -331,7 +344,7 @@ FORMATS = (
         _gate("use_output_gate", True, "silu"),
         ours_only("conv_width", 1),
         only("use_short_conv", False, "Our RetNet has no convolution."),
-        only("num_kv_heads", None, "Our memories have as many heads of values as of queries."),
+        _as_many("num_kv_heads", 8, "queries"),
         only("feature_map", None, "Our retention has no feature map."),
         only("elementwise_affine", True, "Our norms have weights."),
         only("fuse_norm", True, "Set it, and rename g_norm to g_norm_swish_gate where there is a gate."),
@@ -363,7 +376,7 @@ FORMATS = (
         _hybrid(6),
         HEADS,
         *DELTA,
-        ONE_VALUE_HEAD,
+        _as_many("num_v_heads", 6, "keys"),
         Option({"use_gate": True, "output_gate_activation": "swish"}, ("output_gate",), _read_gate, _write_gate),
         same("allow_neg_eigval", "allow_negative_eigenvalues", default=False),
         free(fuse_norm=True),
@@ -387,7 +400,7 @@ FORMATS = (
         _hybrid(6),
         HEADS,
         *DELTA,
-        ONE_VALUE_HEAD,
+        _as_many("num_v_heads", 6, "keys"),
         _gate("use_output_gate", True, "sigmoid"),
         same("correction_factor", "correction", default=1.0, cast=float),
         only("use_output_correction", True, "Our queries are corrected; a D of zeros does nothing."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from memzoo.configuration.matrix_memory import TransformerPlusPlusConfig
 from memzoo.conversion.formats import ACTIVATION, MLP, Format, attention, untied
@@ -30,13 +29,8 @@ TABLE = Table(
 
 
 def _read_rope(values: Values) -> Values:
-    rope = values["rope_parameters"]
-    known = ["default", *ROPE_INIT_FUNCTIONS]
-    if rope.get("rope_type") not in known:
-        raise Unfit("rope_parameters", rope, f"one rope_type of {known}", "Others have no counterpart here.")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Unfit("rope_parameters", rope, "partial_rotary_factor 1", "Our attention rotates whole heads.")
-    return {"rope_parameters": {name: value for name, value in rope.items() if name != "partial_rotary_factor"}}
+    rope = values["rope_parameters"].items()
+    return {"rope_parameters": dict(x for x in rope if x != ("partial_rotary_factor", 1.0))}
 
 
 def _read_head_dim(values: Values) -> Values:

@@ -292,7 +292,8 @@ class FlaModel:
         if kind != "retnet":
             strength = (x @ p["b_proj.weight"].T).sigmoid() * (2 if self.config.get("allow_neg_eigval") else 1)
         if kind == "comba":
-            q = q - p["D"][:, None] * (k * p["decay"][:, None].sigmoid())
+            erased = k * p["decay"][:, None].sigmoid()
+            q = q - p["D"][:, None] * erased
         outputs = []
         for t in range(tokens):
             read = torch.zeros(heads, v.shape[2], dtype=torch.float64)
@@ -301,9 +302,9 @@ class FlaModel:
                 if kind == "retnet":
                     state[h] = keep[t, h] * state[h] + torch.outer(key, value)
                 else:
-                    query, key = (z / (z.square().sum() + 1e-6).sqrt() for z in (query, key))
+                    query, key = unit(query), unit(key)
                     decayed = keep[t, h] * state[h]
-                    held = key @ (state[h] if kind == "comba" else decayed)
+                    held = unit(erased[t, h]) @ state[h] if kind == "comba" else key @ decayed
                     state[h] = decayed + strength[t, h] * torch.outer(key, value - held)
                 read[h] = query @ state[h] / width**0.5
             outputs.append(read)
@@ -329,6 +330,10 @@ class FlaModel:
                 parts.append(weights @ v[first : t + 1, g])
             rows.append(torch.cat(parts))
         return torch.stack(rows) @ p["o_proj.weight"].T
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum() + 1e-6).sqrt()
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
@@ -360,25 +365,34 @@ def edited(folder: Path, copy: Path, tensors: dict[str, Tensor] | None = None, d
         ("llama", {"model_type": "mixtral"}, r"model_type='mixtral': expected one of \['comba'"),
         ("llama", {"partial_rotary_factor": 0.5}, "rope_parameters=.*: expected partial_rotary_factor 1"),
         ("llama", {"hidden_act": "sin"}, r"llama config: hidden_act='sin': expected one of \['gelu'"),
-        ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'.*: expected one rope_type of"),
+        ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'.*: expected a rope_type of"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, r"mistral config: unknown options {'layer_types'"),
         ("llama", {"pad_token_id": -1}, "pad_token_id=-1: expected None, or an id below"),
         ("llama", {"hidden_size": 16}, "Do the weights belong to this config.json|expected the shape"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None: expected a window"),
-        ("RetNet", {"num_kv_heads": 1}, r"retnet config: num_kv_heads=1: expected None. Our memories have as many"),
+        (
+            "RetNet",
+            {"num_kv_heads": 1},
+            r"retnet config: num_kv_heads=1: expected None or num_heads=2. Our memories have as many",
+        ),
         ("RetNet", {"feature_map": "relu"}, "feature_map='relu': expected None"),
         ("RetNet", {"use_short_conv": True}, "use_short_conv=True: expected False"),
         ("RetNet", {"brand_new": 1}, r"unknown options {'brand_new': 1}.*--ignore"),
         ("DeltaNet", {"qk_norm": "sum"}, "qk_norm='sum': expected 'l2'"),
         ("DeltaNet", {"use_short_conv": False}, "use_short_conv=False: expected True"),
         ("DeltaNet", {"attnres_block_size": 1}, "attnres_block_size=1: expected None"),
-        ("GatedDeltaNet", {"num_v_heads": 4}, "num_v_heads=4: expected None"),
+        ("GatedDeltaNet", {"num_v_heads": 4}, "num_v_heads=4: expected None or num_heads=2"),
         ("GatedDeltaNet", {"num_heads": 4}, r"q_proj.weight: expected 40 rows by the config, got the shape \(20, 24\)"),
         ("Comba", {"use_inner_decay": False}, "use_inner_decay=False: expected True"),
         (
             "GatedDeltaNet-hybrid",
             {"attn": [{"layers": [0], "num_heads": 4}, {"layers": [1], "num_heads": 2}]},
             "attn=.*: expected layers that differ in nothing",
+        ),
+        (
+            "GatedDeltaNet-hybrid",
+            {"attn": [{"layers": [1], "num_heads": 2}, {"layers": [1], "num_heads": 2, "window_size": 4}]},
+            "attn=.*: expected layer 1 in one description",
         ),
         ("Transformer-norms", {"norm_eps": 1e-6}, "norm_eps=1e-06: expected 1e-05 with qk_norm"),
     ],
@@ -396,6 +410,15 @@ def test_what_ours_cannot_say_is_refused(
     with pytest.raises(ValueError, match=message):
         convert(edited(source, tmp_path / "edited", **options), tmp_path / "ours")
     assert not list(tmp_path.glob("*ours*"))
+
+
+def test_heads_of_values_may_be_counted(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    fla_checkpoint("GatedDeltaNet", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    convert(edited(tmp_path / "theirs", tmp_path / "edited", num_v_heads=2), tmp_path / "same")
+    configs = [memzoo.GatedDeltaNetConfig.from_pretrained(tmp_path / name) for name in ("ours", "same")]
+    assert configs[0].to_dict() == configs[1].to_dict()
 
 
 @pytest.mark.parametrize(

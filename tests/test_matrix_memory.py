@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -457,7 +458,29 @@ def test_hybrid_layers_are_what_layer_types_say() -> None:
         ("DeltaNetConfig", {"capacity_axis": "row"}, "capacity_axis='row'"),
         ("DeltaNetConfig", {"capacity_axis": "head", "capacity_blocks": 3}, "capacity_blocks=3"),
         ("DeltaNetConfig", {"layer_types": ["linear_attention"]}, "layer_types"),
+        ("DeltaNetConfig", {"unit_eps": -1.0}, "unit_eps=-1.0: expected at least 0"),
+        ("DeltaNetConfig", {"expand_k": math.inf}, "expand_k=inf: expected a factor"),
+        ("DeltaNetConfig", {"layer_types": ["full_attention"] * 2, "capacity_blocks": 2}, "no memory to open"),
+        ("RetNetConfig", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "expected a rope_type of"),
+        ("RetNetConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "expected a rope_type of"),
+        (
+            "TransformerPlusPlusConfig",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "expected partial_rotary_factor 1",
+        ),
+        (
+            "TransformerPlusPlusConfig",
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            "expected one rotary embedding for all layers",
+        ),
         ("CombaConfig", {"variant": "other"}, "variant='other'"),
+        ("CombaConfig", {"allow_negative_eigenvalues": True}, "allow_negative_eigenvalues=True: expected False"),
         ("SWLAConfig", {"window": 0}, "window=0"),
         ("TransformerPlusPlusConfig", {"capacity_blocks": 2}, "capacity_blocks=2"),
         (

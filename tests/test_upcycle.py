@@ -211,8 +211,8 @@ def edited(folder: Path, copy: Path, **options: Any) -> Path:
     ("name", "options", "message"),
     [
         ("qwen3", {"model_type": "qwen3_moe"}, r"model_type='qwen3_moe': expected one of \['comba'.*'mistral'"),
-        ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'.*: expected one rope_type of"),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "expected a type whose angles depend on"),
+        ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'.*: expected a rope_type of"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'.*: expected a rope_type of"),
         ("llama", {"hidden_act": "sin"}, "llama config: hidden_act='sin': expected one of .* no counterpart here"),
         ("llama", {"quantization_config": {"bits": 4}}, r"llama config: unknown options {'quantization_config'"),
         ("llama", {"hidden_size": 16}, "Do the weights belong to this config.json|expected the shape"),

@@ -2,8 +2,8 @@
 
     S_t = retention_t S_{t-1} + sum_j k^j_t (v^j_t)^T,    y_t = S_t^T q_t,    S in R^{K x V}
 
-with J streams of keys and values. RetNet (arXiv 2307.08621) is one stream and a fixed retention; SWLA (arXiv
-2505.23735, Eq 20) writes the last c tokens at every token, each with its strength in the value.
+with J streams of keys and values. RetNet (arXiv 2307.08621) is one stream and a fixed retention; so is SWLA (arXiv
+2505.23735, Eq 20), whose c writes of a pair `modeling.mixers.matrix_memory` puts into one.
 """
 
 from __future__ import annotations

@@ -382,6 +382,7 @@ class CombaMemory(Delta):
         super().__init__(config, layer_idx)
         self.decay = DecayGate(config.hidden_size, self.heads)
         self.is_paper, self.initial_correction = config.variant == "paper", config.correction
+        self.unit_eps = config.unit_eps
         self.erase_logit = nn.Parameter(torch.empty(self.heads))
         self.correction = nn.Parameter(torch.empty(self.heads))
 
@@ -399,7 +400,9 @@ class CombaMemory(Delta):
             q, k = self.unit(qk).unbind(2)
             return q - correction * k, k, erase * k
         q, k = qk.unbind(2)
-        return self.unit(q - correction * (erase * k)), self.unit(k), None
+        erased = erase * k
+        # Without an epsilon a unit vector does not see the factor.
+        return self.unit(q - correction * erased), self.unit(k), self.unit(erased) if self.unit_eps > 0 else None
 
     def log_retention(self, x: Tensor) -> Tensor:
         return self.decay(x)
