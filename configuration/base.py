@@ -77,8 +77,8 @@ class MemoryConfig(PreTrainedConfig):
     qk_norm: bool = False
     hidden_act: str = "silu"
     mlp_bias: bool = False
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    rms_norm_eps: float | int = 1e-6
+    initializer_range: float | int = 0.02
     tie_word_embeddings: bool = False
     use_cache: bool = True
     pad_token_id: int | None = None

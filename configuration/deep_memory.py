@@ -68,7 +68,7 @@ class DeepMemoryConfig(MemoryConfig):
     output_gate: str | None = "silu"
     conv_width: int = 4
     rope_parameters: dict | None = None
-    attention_dropout: float = 0.0
+    attention_dropout: float | int = 0.0
     max_position_embeddings: int = 1 << 20
 
     # The rule of Titans, without annotations: no fields here, but an architecture may open them.

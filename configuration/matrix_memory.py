@@ -33,15 +33,15 @@ class MatrixMemoryConfig(MemoryConfig):
     """
 
     num_memory_heads: int | None = None
-    expand_k: float = 1.0
-    expand_v: float = 1.0
+    expand_k: float | int = 1.0
+    expand_v: float | int = 1.0
     conv_width: int = 4
     output_gate: str | None = "silu"
     capacity_axis: str = "key"
     layer_types: list[str] | None = None
     sliding_window: int = 512
     rope_parameters: dict | None = None
-    attention_dropout: float = 0.0
+    attention_dropout: float | int = 0.0
     max_position_embeddings: int = 1 << 20
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -124,7 +124,7 @@ class RetNetConfig(MatrixMemoryConfig):
 
     model_type = "memzoo_retnet"
 
-    expand_v: float = 2.0
+    expand_v: float | int = 2.0
     conv_width: int = 1
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ class DeltaNetConfig(MatrixMemoryConfig):
 
     output_gate: str | None = None
     allow_negative_eigenvalues: bool = False
-    unit_eps: float = 0.0
+    unit_eps: float | int = 0.0
 
 
 @strict
@@ -161,10 +161,10 @@ class GatedDeltaNetConfig(MatrixMemoryConfig):
 
     model_type = "memzoo_gated_deltanet"
 
-    expand_k: float = 0.75
-    expand_v: float = 1.5
+    expand_k: float | int = 0.75
+    expand_v: float | int = 1.5
     allow_negative_eigenvalues: bool = False
-    unit_eps: float = 0.0
+    unit_eps: float | int = 0.0
 
 
 @strict
@@ -181,11 +181,11 @@ class CombaConfig(MatrixMemoryConfig):
 
     model_type = "memzoo_comba"
 
-    expand_k: float = 0.75
-    expand_v: float = 1.5
+    expand_k: float | int = 0.75
+    expand_v: float | int = 1.5
     variant: str = "paper"
-    correction: float = 0.02
-    unit_eps: float = 0.0
+    correction: float | int = 0.02
+    unit_eps: float | int = 0.0
 
     allow_negative_eigenvalues: ClassVar[bool] = False
 

@@ -1,7 +1,5 @@
 """Memory-Managed Long-Context Attention (arXiv 2606.28876): editable slots beside the fast state of any backbone."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -102,7 +100,7 @@ class MemoryManagedConfig(MemoryConfig):
 
     backbone: str = "swla"
     backbone_options: dict | None = None
-    attention_dropout: float = 0.0
+    attention_dropout: float | int = 0.0
     memory_layers: list[int] | None = None
     num_slots: int = 32
     memory_dim: int = 64
@@ -111,24 +109,24 @@ class MemoryManagedConfig(MemoryConfig):
     write_trigger: str = "stride"
     event_token_ids: list[int] | None = None
     write_stride: int = 16
-    write_threshold: float = 0.5
-    same_threshold: float = 0.7
-    protect_margin: float = 0.1
+    write_threshold: float | int = 0.5
+    same_threshold: float | int = 0.7
+    protect_margin: float | int = 0.1
     version_mode: str = "latest"
     versions_per_key: int = 4
-    keep_confidence: float = 1.0
-    keep_usage: float = 0.1
-    keep_importance: float = 0.5
-    keep_age: float = 0.5
-    age_scale: float = 1024.0
-    usage_decay: float = 0.9
-    write_loss_weight: float = 0.1
+    keep_confidence: float | int = 1.0
+    keep_usage: float | int = 0.1
+    keep_importance: float | int = 0.5
+    keep_age: float | int = 0.5
+    age_scale: float | int = 1024.0
+    usage_decay: float | int = 0.9
+    write_loss_weight: float | int = 0.1
     fallback_chunks: int = 4
     chunk_size: int = 64
     salient_keys: int = 8
     sketch_bits: int = 4096
     sketch_window: int = 4
-    read_threshold: float = 1.0
+    read_threshold: float | int = 1.0
     calibrated_lengths: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class MemoryCache(Cache):
         super().__init__(layers=[StateLayer() for _ in range(config.num_hidden_layers)])  # type: ignore[misc]
         self.identity = identity(config)
         self.model: weakref.ref[PreTrainedModel] | None = None
-        self.weights_version = 0
+        self.weights_version: Any = None
         self.position: Tensor | None = None
         self._fits: PreTrainedConfig | None = None
 
@@ -105,6 +106,8 @@ class MemoryCache(Cache):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         kept = {"model": self.model, "_fits": self._fits}  # references, which a copy shares
+        for layer in self.layers:  # what has a graph cannot be copied but in it
+            memo.update({id(x): x.clone() for x in layer.tensors if x.grad_fn is not None})
         copied.__dict__.update({k: kept[k] if k in kept else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         return copied
 
@@ -150,6 +153,12 @@ class MemoryCache(Cache):
             raise ValueError(
                 "cache: it belongs to another model: expected this model or none, got a cache that another model of "
                 "the same configuration has filled. Use a new MemoryCache(model.config)."
+            )
+        made_elsewhere = any(x.is_inference() for layer in self.layers for x in layer.tensors)
+        if made_elsewhere and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                "cache: it was filled under torch.inference_mode, which a graph cannot begin with; expected one filled "
+                "outside of it. Call cache.detach() first, or read on under torch.no_grad()."
             )
         if self.position.shape[0] != batch[0]:
             raise ValueError(
@@ -230,9 +239,9 @@ def identity(config: PreTrainedConfig) -> dict[str, Any]:
         "attention_dropout",
         "auto_map",
     }
-    default = set(PreTrainedConfig().to_dict()) | {"pad_token_id", "bos_token_id", "eos_token_id"}
-    fields = {key: value for key, value in config.to_dict().items() if key not in default | unrelated}
-    return {"model_type": config.model_type, **dict(sorted(fields.items()))}
+    unrelated |= {"pad_token_id", "bos_token_id", "eos_token_id", *(f.name for f in fields(PreTrainedConfig))}
+    names = {f.name for f in fields(config)} - unrelated  # not what a user has noted on it
+    return {"model_type": config.model_type, **{k: v for k, v in sorted(config.to_dict().items()) if k in names}}
 
 
 def _differences(expected: dict[str, Any], got: dict[str, Any]) -> str:
@@ -343,9 +352,11 @@ def _backbone(model: torch.nn.Module) -> PreTrainedModel:
     raise ValueError(f"load_memory: expected a model of the zoo, got {type(model).__name__}.")
 
 
-def _version(model: torch.nn.Module) -> int:
-    """A number that grows whenever a weight is changed in place."""
-    return sum(parameter._version for parameter in model.parameters())
+def _version(model: torch.nn.Module) -> tuple[int, set[torch.dtype]]:
+    """What changes whenever a weight is changed in place, or cast; weights made under `torch.inference_mode` do not
+    count their changes."""
+    weights = list(model.parameters())
+    return sum(0 if weight.is_inference() else weight._version for weight in weights), {w.dtype for w in weights}
 
 
 def _umask() -> int:

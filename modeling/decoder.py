@@ -184,8 +184,9 @@ class MemoryModel(MemoryPreTrainedModel):
             cache: continues the sequences it holds. The old names `past_key_values` and `cache_params` are accepted.
             inputs_embeds: `[B, T, D]`.
             use_cache: return a cache; `None` for the config's wish outside training.
-            output_hidden_states: return the hidden states before each block and after the last.
-            output_attentions: refused: a memory has no attention map.
+            output_hidden_states: return the hidden states before each block and after the last; `None` for the config's
+                wish.
+            output_attentions: refused: no attention map is kept.
             seq_idx: `[B, T]`, which sequence each token of a packed row belongs to.
             cu_seq_lens_q, cu_seqlens: `[S + 1]`, bounds of the sequences packed into a batch of one row.
             packing: whether a row may hold several sequences.
@@ -194,6 +195,10 @@ class MemoryModel(MemoryPreTrainedModel):
         Raises:
             ValueError: inputs that do not fit one another, the vocabulary or the cache.
         """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         batch = self._check_inputs(input_ids, inputs_embeds, output_attentions)
         device = input_ids.device if input_ids is not None else inputs_embeds.device  # type: ignore[union-attr]
         given = cache is not None
@@ -275,22 +280,16 @@ class MemoryModel(MemoryPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{name}: expected exactly one of input_ids and inputs_embeds.")
         if output_attentions:
-            raise ValueError(f"{name}: output_attentions=True: a memory has no attention map; expected False.")
+            raise ValueError(f"{name}: output_attentions=True: no attention map is kept; expected False.")
         if input_ids is None:
             assert inputs_embeds is not None
-            if (
-                inputs_embeds.ndim != 3
-                or inputs_embeds.shape[2] != self.config.hidden_size
-                or inputs_embeds.shape[1] == 0
-            ):
-                raise ValueError(
-                    f"inputs_embeds: expected [B, T, {self.config.hidden_size}], got {tuple(inputs_embeds.shape)}."
-                )
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != self.config.hidden_size or 0 in inputs_embeds.shape:
+                expected = f"[B, T, {self.config.hidden_size}] with B >= 1 and T >= 1"
+                raise ValueError(f"inputs_embeds: expected {expected}, got {tuple(inputs_embeds.shape)}.")
             return inputs_embeds.shape[0], inputs_embeds.shape[1]
-        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.is_floating_point():
-            raise ValueError(
-                f"input_ids: expected integers [B, T] with T >= 1, got {tuple(input_ids.shape)} of {input_ids.dtype}."
-            )
+        if input_ids.ndim != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
+            got = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+            raise ValueError(f"input_ids: expected integers [B, T] with B >= 1 and T >= 1, got {got}.")
         return input_ids.shape[0], input_ids.shape[1]
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -421,6 +420,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         if next_sequence_length is not None and next_sequence_length <= 0:
             given = input_ids.shape[1]
+            if given == 0:
+                raise ValueError("generate: expected at least one token to go on from, got none. Begin with a token.")
             raise ValueError(
                 f"generate: {given} input tokens with a mask of the same length, but the cache has already read "
                 f"{given - next_sequence_length} columns. Pass the whole sequence, or only the new tokens with an "
@@ -461,6 +462,7 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
     """The backbone with a linear head on each sequence's last real token."""
 
     model_class: type[MemoryModel]
+    accepts_loss_kwargs = False  # the loss is a mean over rows, which Trainer divides by its accumulation steps
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -492,18 +494,23 @@ class MemoryForSequenceClassification(MemoryPreTrainedModel):
         """Classify each row of the batch.
 
         Args:
-            attention_mask: `[B, T]`; the last real token of each row is classified. Without it, a batch of several
-            rows of
-                unequal length is told apart by the config's `pad_token_id`, as elsewhere in transformers.
+            attention_mask: `[B, T]`; the last real token of each row is classified. Without it, the rows' ends are
+                found by the config's `pad_token_id`, as elsewhere in transformers.
             labels: `[B]` classes, `[B]` or `[B, num_labels]` targets by the config's `problem_type`.
 
         The other arguments are those of the backbone.
 
         Raises:
-            ValueError: packed input; a row is one sequence here.
+            ValueError: packed input; a row is one sequence here. Several rows without a mask or a `pad_token_id`.
         """
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            attention_mask = _without_trailing_pads(input_ids, self.config.pad_token_id)
+        if attention_mask is None and input_ids is not None and input_ids.ndim == 2:
+            if self.config.pad_token_id is not None:
+                attention_mask = _without_trailing_pads(input_ids, self.config.pad_token_id)
+            elif len(input_ids) > 1:
+                raise ValueError(
+                    f"{type(self).__name__}: a batch of {len(input_ids)} rows without an attention_mask: expected a "
+                    "config.pad_token_id, by which each row's last token is found. Set it, or pass the mask."
+                )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

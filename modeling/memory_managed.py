@@ -209,6 +209,8 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: MemoryCache | None = None,
         inputs_embeds: Tensor | None = None,
         request: Request | None = None,
         **kwargs: Any,
@@ -216,7 +218,9 @@ class MemoryManagedModel(MemoryManagedPreTrainedModel, MemoryModel):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         if request is None:
             request = self._request(inputs, kwargs)
-        return super().forward(**inputs, request=request, return_dict=True, **kwargs)
+        if cache is not None:  # which may have come under an old name
+            kwargs["cache"] = cache
+        return super().forward(**inputs, position_ids=position_ids, request=request, return_dict=True, **kwargs)
 
     def _read(
         self,
@@ -395,6 +399,7 @@ class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
         loss = out.loss
         if write_labels is not None:
             extra = self.config.write_loss_weight * self._write_loss(request.answers, write_labels)
+            extra = extra * _share(labels, **kwargs)
             loss = extra if loss is None else loss + extra.to(loss.dtype)
         found = ManagedCausalLMOutput(loss=loss, logits=out.logits, cache=out.cache, hidden_states=out.hidden_states)
         if output_memory:
@@ -486,12 +491,44 @@ class MemoryManagedForCausalLM(MemoryManagedPreTrainedModel, MemoryForCausalLM):
             **kwargs,
         )
         tokens = prepared["inputs_embeds"] if prepared.get("inputs_embeds") is not None else prepared["input_ids"]
-        read = cache.columns if cache is not None else 0
+        read = cache.columns if isinstance(cache, MemoryCache) else 0  # else the forward says what is wrong
         for name, x in said.items():
-            nothing = -1 if name == "query_key_ids" else 0
-            longer = F.pad(x, (0, max(0, read + tokens.shape[1] - x.shape[1])), value=nothing)
+            longer = F.pad(x, (0, max(0, read + tokens.shape[1] - x.shape[1])), value=_nothing(name))
             prepared[name] = longer[:, read : read + tokens.shape[1]]
         return prepared
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:  # type: ignore[override]
+        """What is said about the new tokens alone is moved to their columns, behind those that the cache has read."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get("cache")
+        read = cache.columns if isinstance(cache, MemoryCache) else 0
+        # The whole sequence: `generate` leaves out a mask of ones.
+        spans = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+        columns = next((x.shape[-1] for x in spans if isinstance(x, Tensor)), None)
+        for name in METADATA:
+            x = model_kwargs.get(name)
+            if x is None or columns is None:
+                continue
+            missing = columns - x.shape[1]
+            if missing not in (0, read):
+                new = f", or {columns - read}, one per new token" if read else ""
+                raise ValueError(f"generate: {name}: expected {columns} columns, one per token{new}; got {x.shape[1]}.")
+            model_kwargs[name] = F.pad(x, (missing, 0), value=_nothing(name))
+
+
+def _nothing(name: str) -> int:
+    """What stands in one of `METADATA` where nothing is said."""
+    return -1 if name == "query_key_ids" else 0
+
+
+def _share(
+    labels: Tensor | None, num_items_in_batch: Tensor | int | None = None, shift_labels: Tensor | None = None, **_: Any
+) -> Tensor | float:
+    """The share that a micro-batch has in the loss: that of its targets in those of all the batches."""
+    if num_items_in_batch is None or labels is None:
+        return 1.0
+    targets = labels[:, 1:] if shift_labels is None else shift_labels
+    return (targets != -100).sum() / num_items_in_batch
 
 
 class MemoryManagedForSequenceClassification(MemoryManagedPreTrainedModel, MemoryForSequenceClassification):

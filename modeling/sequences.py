@@ -110,6 +110,11 @@ def layout(
     """
     count, tokens = batch
     start = torch.zeros(count, dtype=torch.int64, device=device) if position is None else position
+    if attention_mask is not None and attention_mask.is_floating_point() and bool((attention_mask <= 0).all()):
+        raise ValueError(
+            "attention_mask: expected 1 at real tokens and 0 at padding, got floats of at most 0, as of a mask that is "
+            "added to scores. Pass integers or bools."
+        )
     real = _real_tokens(batch, attention_mask, columns)
     first = _sequence_starts(batch, device, real, position_ids, seq_idx, cu_seqlens)
     if real is None and first is None:

@@ -468,6 +468,8 @@ class Cuts:
         stops = torch.cat([last, added[:, None]], dim=1)
         starts = torch.cat([torch.zeros_like(stops[:, :1]), stops[:, :-1]], dim=1)
         self.widths = (stops - starts).amax(0).tolist()
+        if not any(self.widths):  # padding alone, of which one column is read
+            self.widths[-1] = 1
         if self.aligned:
             self.columns = place.expand(rows, -1)
             self.real = torch.ones_like(candidate)

@@ -4,6 +4,7 @@ Importing it registers every architecture with transformers' Auto classes.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from memzoo.configuration.atlas import AtlasConfig, DLAConfig, OmegaNetConfig
 from memzoo.configuration.exponential_memory import DeepTransformerConfig, DotConfig, SWDTConfig
@@ -107,6 +108,7 @@ for _config, _model, _causal_lm, _classifier in ARCHITECTURES:
     AutoModel.register(_config, _model, exist_ok=True)
     AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
     AutoModelForSequenceClassification.register(_config, _classifier, exist_ok=True)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_config.model_type] = _causal_lm.__name__  # where Trainer looks whether to shift
 
 __all__ = [
     "ARCHITECTURES",
