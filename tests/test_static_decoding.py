@@ -1,4 +1,5 @@
-"""A decoding step asks the device for nothing, so that it can be part of a CUDA graph: checked without a GPU.
+"""A decoding step asks the device for nothing and keeps every shape, so that it can be part of a CUDA graph: checked
+without a GPU.
 
 On the meta device a tensor has a shape and no values: `item`, `bool`, `nonzero` and a copy to the host raise.
 `NoCopies` and `NoLists` refuse what is left, copies between devices. The choice of a backend takes the meta device for
@@ -64,7 +65,8 @@ LAUNCHES = {
 step, read, gates and write, is one of them wherever there is a kernel for it: not for Muon at every token, exponential
 features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts three more kernels per layer
 of the memory. The rest is projections, the convolution, units of length, gates, rotations, the attention with its mask,
-and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums, five of the feed-forward."""
+and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and
+a chain or a managed memory its own, which are not counted)."""
 ASKING = {
     "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which no other token takes",
     "hope_attention-nested": "the same",
@@ -72,7 +74,7 @@ ASKING = {
 }
 """Models whose decoding asks the device, with what for. Flash attention does, too, whatever the model, where rows of
 unequal length have keys missing: it drops them. And a model that is given an attention mask looks whether it is needed:
-a graph takes tokens alone."""
+a graph takes tokens alone. With none of these the cache needs `max_cache_len`, without which some states grow."""
 
 
 class NoCopies(TorchDispatchMode):
