@@ -456,9 +456,8 @@ def test_trainer_packed_equals_padded(name: str, tmp_path: Path) -> None:
     same(moved[1], moved[0], GRADIENT)
 
 
-# The blocks that differ, but one memory without the wiring that another of them has: each wiring takes a minute.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name.replace("titans-mac", "titans-lmm") for name in zoo.BLOCKS])
+@pytest.mark.parametrize("name", zoo.BLOCKS)
 def test_compiled_model_equals_the_model(name: str) -> None:
     """Logits of one pass and of decoding; after a chunk of decoding nothing compiles again, and nothing gave up."""
     model, ids = zoo.build(name, torch.float64, num_hidden_layers=1).eval(), zoo.tokens(2, 3 * zoo.CHUNK)
