@@ -51,7 +51,7 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "titans": memzoo.TitansConfig(**SHAPE, **DEEP, max_step_size=2.0, output_gate="sigmoid"),
     "omeganet": memzoo.OmegaNetConfig(**SHAPE, **OMEGA, max_step_size=6.0),
     "atlas": memzoo.AtlasConfig(**SHAPE, **OMEGA, max_step_size=1.0),
-    "retnet": memzoo.RetNetConfig(**SHAPE, **MATRIX),
+    "retnet": memzoo.RetNetConfig(**SHAPE, **MATRIX, output_gate="sigmoid"),
 }
 
 
