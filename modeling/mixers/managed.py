@@ -377,8 +377,7 @@ class Slots(nn.Module):
     ) -> tuple[Trace, SlotTable]:
         """Read and write in order, without gradients."""
         asked = (None if ids is None else cuts.gather(ids) for ids in (events.query_key_id, events.query_version))
-        real = None if cuts.aligned else cuts.real
-        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), real, *asked)]
+        pieces = [cuts.split(each) for each in (cuts.gather(query), cuts.gather(position), cuts.real, *asked)]
         said = zip(*(each.unbind(1) for each in facts.event), strict=True)
         logits, seen, outcomes = list[Tensor](), list[Tensor](), list[Outcome]()
         readings, before = list[Reading](), list[tuple[Tensor, Tensor]]()
@@ -461,7 +460,8 @@ class Cuts:
         self.present = torch.arange(self.count, device=candidate.device) < per_row[:, None]
         self.aligned, self.widths = True, [1, 0][: 1 + self.count]
         if tokens == 1:  # its segment is it, and the one behind it nothing, whether or not it is a candidate or real
-            self.columns, self.real = place.expand(rows, -1), added[:, None] > 0
+            self.columns = place.expand(rows, -1)
+            self.real: Tensor | None = added[:, None] > 0  # which are no padding; `None` for all
             return
         self.aligned = bool((candidate == candidate[:1]).all()) and bool((added == tokens).all())
         last = torch.where(self.present, self.ends + 1, added[:, None])
@@ -471,8 +471,7 @@ class Cuts:
         if not any(self.widths):  # padding alone, of which one column is read
             self.widths[-1] = 1
         if self.aligned:
-            self.columns = place.expand(rows, -1)
-            self.real = torch.ones_like(candidate)
+            self.columns, self.real = place.expand(rows, -1), None
             return
         columns, limits = [], []
         for start, stop, width in zip(starts.T, stops.T, self.widths, strict=True):
