@@ -5,7 +5,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 
 from memzoo.configuration.base import MemoryConfig, refuse_fixed, require
-from memzoo.configuration.matrix_memory import OUTPUT_GATES
+from memzoo.configuration.matrix_memory import require_output_gate
 
 ATTENTION_TYPES = ("sliding_attention", "full_attention")
 VARIANTS = ("lmm", "mac", "mag", "mal")
@@ -110,12 +110,7 @@ class DeepMemoryConfig(MemoryConfig):
         require(self.memory == "mlp" or self.memory_depth == 2, self, "memory_depth", "2, the layers of a gated memory")
         for field in ("memory_expansion", "chunk_size", "sliding_window", "segment_size", "conv_width", "window"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
-        require(
-            self.output_gate is None or self.output_gate in OUTPUT_GATES,
-            self,
-            "output_gate",
-            f"None or one of {OUTPUT_GATES}",
-        )
+        require_output_gate(self)
         require(self.num_persistent_tokens >= 0, self, "num_persistent_tokens", "at least 0")
         require(self.max_step_size is None or self.max_step_size > 0, self, "max_step_size", "above 0, or None")
         require(

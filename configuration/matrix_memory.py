@@ -12,6 +12,12 @@ OUTPUT_GATES = ("silu", "sigmoid")
 CAPACITY_AXES = ("key", "value", "head")
 
 
+def require_output_gate(config: MemoryConfig) -> None:
+    """Raise a ValueError unless the config's `output_gate` is one that the models have."""
+    gate = getattr(config, "output_gate", None)
+    require(gate is None or gate in OUTPUT_GATES, config, "output_gate", f"None or one of {OUTPUT_GATES}")
+
+
 @strict
 class MatrixMemoryConfig(MemoryConfig):
     """A language model whose memory is a matrix per head, alone or among layers of attention.
@@ -93,12 +99,7 @@ class MatrixMemoryConfig(MemoryConfig):
         """Part of the `@strict` validation."""
         for field in ("conv_width", "sliding_window"):
             require(getattr(self, field) >= 1, self, field, "at least 1")
-        require(
-            self.output_gate is None or self.output_gate in OUTPUT_GATES,
-            self,
-            "output_gate",
-            f"None or one of {OUTPUT_GATES}",
-        )
+        require_output_gate(self)
         require(getattr(self, "unit_eps", 0.0) >= 0, self, "unit_eps", "at least 0")
         require(self.capacity_axis in CAPACITY_AXES, self, "capacity_axis", f"one of {CAPACITY_AXES}")
         units = {"key": self.key_head_dim, "value": self.value_head_dim, "head": self.memory_heads}

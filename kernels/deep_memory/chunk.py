@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -314,16 +314,7 @@ def inner_gradients(
     network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None
 ) -> Inner:
     """Layer inputs and deltas of the inner loss at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
-    inputs, pullbacks = [_masked(network, key, is_open, 0)], []
-    for layer in range(network.depth - 1):
-        x, pullback_of = network.units.value_and_pullback(torch.bmm(inputs[layer], weights[layer].mT))
-        inputs.append(_masked(network, x, is_open, layer + 1))
-        pullbacks.append(pullback_of)
-
-    def pullback(back: Tensor, layer: int) -> Tensor:
-        return pullbacks[layer](back)
-
-    deltas, back = _deltas(network, weights, inputs, key, value, is_open, pullback)
+    inputs, deltas, back = _there_and_back(network, weights, key, value, is_open, network.units.value_and_pullback)
     clip = _clip(network, inputs, deltas)
     return Inner(inputs, _clipped(deltas, clip), deltas, clip, back, [])
 
@@ -338,29 +329,31 @@ def inner_again(
 ) -> Inner:
     """`inner_gradients`, of which `clip` is known, with what the backward takes of the activations: it gives their
     values and slopes, too."""
-    units = network.units
-    inputs, parts = [_masked(network, key, is_open, 0)], []
-    for layer in range(network.depth - 1):
-        parts.append(units.parts(torch.bmm(inputs[layer], weights[layer].mT)))
-        inputs.append(_masked(network, parts[layer][0], is_open, layer + 1))
+    units, parts = network.units, list[list[Tensor]]()
 
-    def pullback(back: Tensor, layer: int) -> Tensor:
-        return units.pullback_by(back, parts[layer])
+    def activate(h: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        parts.append(units.parts(h))
+        return parts[-1][0], partial(units.pullback_by, parts=parts[-1])
 
-    deltas, back = _deltas(network, weights, inputs, key, value, is_open, pullback)
+    inputs, deltas, back = _there_and_back(network, weights, key, value, is_open, activate)
     return Inner(inputs, _clipped(deltas, clip), deltas, clip, back, parts)
 
 
-def _deltas(
+def _there_and_back(
     network: Network,
     weights: Sequence[Tensor],
-    inputs: Sequence[Tensor],
     key: Tensor,
     value: Tensor,
     is_open: Tensor | None,
-    pullback: Callable[[Tensor, int], Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Each layer's deltas, and what comes back to each activation; `pullback(back, layer)` goes through one."""
+    activate: Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]],
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Each layer's inputs and deltas, and what comes back to each activation; `activate` gives an activation's value
+    and its pullback."""
+    inputs, pullbacks = [_masked(network, key, is_open, 0)], []
+    for layer in range(network.depth - 1):
+        x, pullback = activate(torch.bmm(inputs[layer], weights[layer].mT))
+        inputs.append(_masked(network, x, is_open, layer + 1))
+        pullbacks.append(pullback)
     if network.objective == "dot":
         deltas = [-value]
     else:
@@ -369,8 +362,8 @@ def _deltas(
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, torch.bmm(deltas[0], weights[layer]))
-        deltas.insert(0, _masked(network, pullback(back[0], layer - 1), is_open, layer))
-    return deltas, back
+        deltas.insert(0, _masked(network, pullbacks[layer - 1](back[0]), is_open, layer))
+    return inputs, deltas, back
 
 
 def _clip(network: Network, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> Tensor | None:
