@@ -154,8 +154,8 @@ class MemoryCache(Cache):
                 "cache: it belongs to another model: expected this model or none, got a cache that another model of "
                 "the same configuration has filled. Use a new MemoryCache(model.config)."
             )
-        made_elsewhere = any(x.is_inference() for layer in self.layers for x in layer.tensors)
-        if made_elsewhere and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        if trains and any(x.is_inference() for layer in self.layers for x in layer.tensors):
             raise ValueError(
                 "cache: it was filled under torch.inference_mode, which a graph cannot begin with; expected one filled "
                 "outside of it. Call cache.detach() first, or read on under torch.no_grad()."
