@@ -50,11 +50,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def conv(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, channels: int = 2304) -> None:
+    """By itself, and with queries and keys of 48 coordinates as vectors."""
     x, weight = meta(batch, tokens, channels, dtype=dtype), meta(channels, 4, dtype=dtype)
     tail = meta(batch, 3, channels, dtype=dtype)
-    short_conv.forward(x, weight, tail, True)
-    short_conv.backward(x, x, weight, tail, True)
-    short_conv.one_token(x[:, :1], weight, tail, True)
+    for form in ((True, 0, 0, [], 0.0), (True, channels // 144, 48, [1.0, 1.0], 0.0)):
+        unit, y = short_conv.forward(x, weight, tail, *form)
+        short_conv.backward(unit, y, x, weight, tail, *form)
+        short_conv.one_token(x[:, :1], weight, tail, *form)
 
 
 def _heads(dtype: torch.dtype, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, ...]:

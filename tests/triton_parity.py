@@ -31,6 +31,7 @@ from memzoo.kernels.norm_gate import make_inputs as norm_inputs
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.norm_gate import triton as norm_triton
 from memzoo.kernels.short_conv import short_conv
+from memzoo.kernels.short_conv import triton as conv_triton
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,39 @@ def agree(rule: Callable, args: dict[str, Any], dtype: torch.dtype, **options: A
 def test_short_conv(tokens: int, width: int, activation: str | None, dtype: torch.dtype) -> None:
     args = conv.make_inputs(batch=3, tokens=tokens, channels=20, width=width)
     agree(short_conv, args, dtype, activation=activation)
+
+
+@dtypes
+@pytest.mark.parametrize("vectors", [conv.Vectors(3, 5, (0.5, 1.0)), conv.Vectors(2, 20, (1.0,), 1e-3)], ids=str)
+@pytest.mark.parametrize(("tokens", "activation"), [(1, "silu"), (37, "silu"), (5, None)])
+def test_short_conv_with_vectors(
+    tokens: int, activation: str | None, vectors: conv.Vectors, dtype: torch.dtype
+) -> None:
+    args = conv.make_inputs(batch=2, tokens=tokens, channels=47)
+    args["x"][0], args["tail"][0, 1:] = 0, 0  # some vectors are 0
+
+    def rule(**given: Any) -> tuple[Tensor, Tensor]:
+        (unit, y), tail = short_conv(**given, vectors=vectors)
+        return torch.cat([unit.flatten(2), y], dim=-1), tail
+
+    agree(rule, args, dtype, activation=activation)
+
+
+def test_short_conv_as_torch_sees_it() -> None:
+    args = conv.make_inputs(channels=13, dtype=torch.float32)
+    form = True, 2, 3, [0.5, 1.0], 0.0
+    given = *args.values(), *form
+    unit, y = conv_triton._convolution(*given)
+    one = args["x"][:, :1], args["weight"], args["tail"], *form
+    for operator, inputs in (
+        (conv_triton._convolution, given),
+        (conv_triton._gradient, (unit, y, *given)),
+        (conv_triton._step, one),
+    ):
+        found = torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="holds vectors of up to 2048 on chip, got 2049"):
+        short_conv(torch.ones(1, 1, 2049), torch.ones(2049, 4), vectors=conv.Vectors(1, 2049, (1.0,)), backend="triton")
 
 
 def test_short_conv_of_strided_and_ragged_rows() -> None:

@@ -15,9 +15,10 @@ from transformers import initialization as init
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
 from memzoo.kernels.registry import cast
-from memzoo.kernels.short_conv import short_conv
+from memzoo.kernels.short_conv import Vectors, short_conv
+from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.capacity import CapacitySchedule
-from memzoo.modeling.mixers.features import feature_map, unit_length, widened
+from memzoo.modeling.mixers.features import feature_map
 
 
 class MemoryState(NamedTuple):
@@ -30,25 +31,30 @@ class MemoryState(NamedTuple):
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution with SiLU; see `memzoo.kernels.short_conv`."""
+    """A causal depthwise convolution with SiLU; see `memzoo.kernels.short_conv`, also for its first channels as
+    `vectors`."""
 
-    def __init__(self, channels: int, width: int, backend: str) -> None:
+    def __init__(self, channels: int, width: int, backend: str, vectors: Vectors | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
-        self.backend = backend
+        self.backend, self.vectors = backend, vectors
 
     def init_weights(self) -> None:
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
         return self.apply_with(self.weight, x, tail, lengths)
 
-    def apply_with(
-        self, weight: Tensor, x: Tensor, tail: Tensor | None, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def apply_with(self, weight: Tensor, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
         """The same with a given weight, and no module call, for what a backward recomputes."""
-        return short_conv(x, cast(weight, x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
+        return short_conv(
+            *(x, cast(weight, x.dtype), None if tail is None else cast(tail, x.dtype)),
+            activation="silu",
+            vectors=self.vectors,
+            lengths=lengths,
+            backend=self.backend,
+        )
 
 
 class InnerGates(nn.Linear):
@@ -138,7 +144,7 @@ class DeepMemory(nn.Module):
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.use_retention, self.use_momentum = config.use_retention, config.use_momentum
         self.qkv_proj = nn.Linear(width, 3 * inner, bias=False)
-        self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend)
+        self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend, Vectors(heads, head_dim))
         ranges = [(0.12, 0.12)]  # the step size
         if self.use_momentum:
             ranges.append((0.5, 0.5))
@@ -226,14 +232,13 @@ class DeepMemory(nn.Module):
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
     ) -> tuple[Tensor, MemoryState]:
         projected = self.qkv_proj(x)
-        streams, tail = self.conv(projected, cast(state.conv_tail, projected.dtype), lengths)
-        streams = streams.unflatten(-1, (3, self.heads, -1))
-        (q, k), v = self.features(unit_length(streams[:, :, :2])).unbind(2), streams[:, :, 2]
+        (qk, v), tail = self.conv(projected, state.conv_tail, lengths)
+        q, k = self.features(qk).unbind(2)
         step_size, *gates = self.gates.each(x)
         output, memory = deep_memory(
             q,
             k,
-            v,
+            v.unflatten(-1, (self.heads, -1)),
             F.logsigmoid(-gates[1 if self.use_momentum else 0]) if self.use_retention else None,
             F.logsigmoid(gates[0]) if self.use_momentum else None,
             self.max_step_size * torch.sigmoid(step_size),
@@ -249,7 +254,7 @@ class DeepMemory(nn.Module):
             lengths=lengths,
             backend=self.backend,
         )
-        return cast(output.flatten(2), streams.dtype), MemoryState(tail, memory)
+        return cast(output.flatten(2), v.dtype), MemoryState(tail, memory)
 
     def _window_gate(self, logits: Sequence[Tensor]) -> Tensor:
         """`[B, L, H, c]`, over c, so that a step is a mean over the window and no longer than that of one token."""

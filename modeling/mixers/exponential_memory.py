@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig
 from memzoo.kernels import deep_exponential_memory, exponential_memory
 from memzoo.kernels.registry import cast
 from memzoo.kernels.scan import scan, split
+from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer
 from memzoo.modeling.mixers.deep_memory import InitialWeights, InnerGates, MemoryState, ShortConv
-from memzoo.modeling.mixers.features import unit_length
 from memzoo.modeling.mixers.matrix_memory import mixer_of
 from memzoo.modeling.mixers.wirings import WIRINGS
 

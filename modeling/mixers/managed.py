@@ -51,8 +51,8 @@ from memzoo.kernels.slot_table import (
     weigh,
     write,
 )
+from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
-from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.parts import placed
 
 QUERY_BLOCK = 1024

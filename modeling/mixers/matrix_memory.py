@@ -25,11 +25,11 @@ from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import cast, constant
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import new_tail
+from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv
-from memzoo.modeling.mixers.features import unit_length, widened
 
 SEGMENT = 512
 """Tokens of a piece between the projections; a multiple of the rules' chunk."""

@@ -20,9 +20,9 @@ from memzoo.kernels.deep_memory.activations import ACTIVATION
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.registry import cast
+from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.deep_memory import ShortConv
-from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.mixers.wirings import MemoryOutput
 from memzoo.modeling.parts import joined, parts_of
 
