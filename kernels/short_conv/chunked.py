@@ -36,7 +36,9 @@ def short_conv(
         return y, tail
     first, rest = y.split([vectors.channels, y.shape[2] - vectors.channels], dim=-1)
     unit = unit_length(first.unflatten(-1, (-1, vectors.heads, vectors.dim)), vectors.eps)
-    return (unit if set(vectors.lengths) == {1.0} else unit * _lengths(vectors, unit), rest), tail
+    if vectors.lengths.count(1.0) < len(vectors.lengths):
+        unit = unit * _lengths(vectors, unit)
+    return (unit, rest), tail
 
 
 def _step(
@@ -49,11 +51,13 @@ def _step(
         F.silu(y, inplace=True)
     if vectors is None:
         return y, tail
-    vector = widened(y[..., : vectors.channels]).view(x.shape[0], 1, -1, vectors.heads, vectors.dim)
-    longer = length(vector, vectors.eps)
-    if set(vectors.lengths) != {1.0}:
+    heads, dim, lengths, eps = vectors
+    channels = len(lengths) * heads * dim
+    vector = widened(y[..., :channels]).view(-1, 1, len(lengths), heads, dim)
+    longer = length(vector, eps)
+    if lengths.count(1.0) < len(lengths):
         longer.div_(_lengths(vectors, longer))
-    return (vector.div_(longer), y[..., vectors.channels :]), tail
+    return (vector.div_(longer), y[..., channels:]), tail
 
 
 def _lengths(vectors: Vectors, like: Tensor) -> Tensor:
