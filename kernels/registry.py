@@ -112,6 +112,28 @@ def select(op: Op, problem: Problem, wanted: str = "auto") -> Callable[..., Any]
     raise ValueError(f"{op.name}: unknown kernel_backend {wanted!r}; expected 'auto' or one of {op.names()}.")
 
 
+_chosen: dict[tuple[Any, ...], Callable[..., Any]] = {}
+KINDS = 1 << 10
+
+
+def chosen(kind: tuple[Any, ...], choose: Callable[..., Callable[..., Any]], *args: Any) -> Callable[..., Any]:
+    """`choose(*args)`, which checks a call and selects its backend, once for each kind of call: on a CPU that costs a
+    single token as much as its arithmetic.
+
+    Args:
+        kind: all that `choose` looks at, hashable: the op's name, shapes, dtypes, the device's type, options.
+    """
+    if torch.compiler.is_compiling():
+        return choose(*args)
+    compute = _chosen.get(kind)
+    if compute is None:
+        compute = choose(*args)
+        if len(_chosen) >= KINDS:
+            _chosen.clear()
+        _chosen[kind] = compute
+    return compute
+
+
 _loaded: dict[str, Callable[..., Any]] = {}  # a dict, since torch.compile does not see through `functools.cache`
 
 

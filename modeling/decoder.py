@@ -28,6 +28,7 @@ from transformers.utils.generic import can_return_tuple
 from memzoo.kernels.blocked import blocked
 from memzoo.modeling.cache import MemoryCache
 from memzoo.modeling.mixers.attention import HeadRotaryEmbedding
+from memzoo.modeling.norms import RMSNorm
 from memzoo.modeling.sequences import Rows, layout
 
 logger = logging.get_logger(__name__)
@@ -93,9 +94,9 @@ class MemoryBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: PreTrainedConfig, mixer: Mixer) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = mixer
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
     def forward(self, hidden: Tensor, step: Step, state: Any, keep_state: bool) -> tuple[Tensor, Any]:
@@ -149,7 +150,7 @@ class MemoryModel(MemoryPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(self.make_block(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -771,7 +771,7 @@ def test_backward_memory_grows_by_the_weights_per_chunk(backend: str) -> None:
         ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
         ({"activation": "sin"}, "activation: expected one of"),
         ({"log_momentum": None}, "momentum in the state: expected none, got 2"),
-        ({"unlock": [0, 3]}, r"unlock: expected 1 ascending positions from 0, got \[0, 3\]"),
+        ({"unlock": [0, 3]}, r"unlock: expected 1 ascending positions from 0, got \(0, 3\)"),
         ({"unlock": [2]}, "unlock: expected 1 ascending positions from 0"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm: expected above 0"),
         ({"window_gate": torch.zeros(2, 13, 3)}, r"window_gate: expected \(2, 13, 3, 'c >= 1'\), got \(2, 13, 3\)"),

@@ -1,4 +1,4 @@
-"""The gated norm: what its equation says, bit by bit what the models had before it was an op, its refusals."""
+"""The gated norm and the norm: what their equations say, bit by bit what torch computes, their refusals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memzoo.kernels.norm_gate import OP as NORM_GATE
 from memzoo.kernels.norm_gate import make_inputs, norm_gate
+from memzoo.kernels.rms_norm import rms_norm
 
 BACKENDS = [name for name in NORM_GATE.names() if name != "triton"]  # which has no float64: tests/triton_parity.py
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -92,3 +93,24 @@ def test_takes_the_wider_dtype(backend: str) -> None:
 def test_refusals(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         norm_gate(**{**make_inputs(2, dtype=torch.float32), "activation": "silu", "eps": 1e-6, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 6), (2, 1, 3, 6)], ids=str)
+@torch.no_grad()
+def test_the_norm_of_one_token_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of lively rows, and of rows as small as the epsilon and zero, where it counts."""
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(6, dtype=dtype)
+    for scale, eps in ((1.0, 1e-6), (1e-3, 1e-6), (1e-3, 1e-5), (0.0, 1e-6)):
+        close(rms_norm(scale * x, weight, eps), torch.rms_norm(scale * x, (6,), weight, eps), OP[dtype])
+
+
+def test_elsewhere_the_norm_is_torchs_own() -> None:
+    """Of several tokens, in low precision, where gradients are wanted: bit by bit."""
+    several, one, weight = torch.randn(2, 3, 6), torch.randn(2, 1, 6), torch.randn(6, requires_grad=True)
+    assert torch.equal(rms_norm(several, weight.detach(), 1e-6), torch.rms_norm(several, (6,), weight, 1e-6))
+    assert torch.equal(rms_norm(one, weight, 1e-6), torch.rms_norm(one, (6,), weight, 1e-6))
+    low, low_weight = one.bfloat16(), weight.detach().bfloat16()
+    assert torch.equal(rms_norm(low, low_weight, 1e-6), torch.rms_norm(low, (6,), low_weight, 1e-6))
+    (gradient,) = torch.autograd.grad(rms_norm(one, weight, 1e-6).sum(), weight)
+    assert gradient.abs().max() > 0

@@ -37,16 +37,16 @@ The chunk size is part of the model, not a tile size: every backend and every cu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, chosen, select, triton_refuses
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -228,37 +228,36 @@ def deep_memory(
         >>> rate = torch.rand(2, 50, 4)
         >>> y, state = deep_memory(q, k, v, -rate, -rate, rate / 16, state, chunk_size=16)
     """
-    _check(query, key, value, log_retention, log_momentum, step_size, state, chunk_size, activation, residual, unlock)
-    _check_rule(state, step_size, window_gate, objective, muon)
-    if not max_gradient_norm > 0:
-        raise ValueError(f"deep_memory: max_gradient_norm: expected above 0, got {max_gradient_norm}.")
-    problem = Problem(
-        device=query.device.type,
-        dtype=str(query.dtype),
-        sizes={
-            "B": query.shape[0],
-            "T": query.shape[1],
-            "H": query.shape[2],
-            "K": query.shape[3],
-            "V": value.shape[3],
-            "C": chunk_size,
-            "L": len(state.weights),
-            "E": len(unlock),
-            "R": state.write.shape[2],
-            "W": 1 if window_gate is None else window_gate.shape[3],
-        },
-        options={
-            "activation": activation,
-            "residual": residual,
-            "momentum": log_momentum is not None,
-            "objective": objective,
-            "muon": muon,
-            "gated": is_gated(state.weights),
-            "state": str(state.weights[0].dtype),
-        },
+    unlock, dtype = tuple(unlock), state.weights[0].dtype
+    kind = (
+        "deep_memory",
+        query.shape,
+        key.shape,
+        value.shape,
+        None if log_retention is None else log_retention.shape,
+        None if log_momentum is None else log_momentum.shape,
+        step_size.shape,
+        None if window_gate is None else window_gate.shape,
+        tuple([weight.shape for weight in state.weights]),
+        len(state.momentum),
+        state.write.shape,
+        state.weight_keep.shape,
+        state.recent_keys.shape,
+        query.dtype,
+        dtype,
+        query.device.type,
+        chunk_size,
+        activation,
+        residual,
+        objective,
+        muon,
+        unlock,
+        max_gradient_norm,
+        backend,
     )
-    compute = select(OP, problem, backend)
-    dtype = state.weights[0].dtype
+    tensors = query, key, value, log_retention, log_momentum, step_size, window_gate, state
+    options = chunk_size, activation, residual, objective, muon, unlock, max_gradient_norm, backend
+    compute = chosen(kind, _choose, *tensors, *options)
     given = caster(compute, dtype)
     # Gates and states must not be rounded by autocast: the products of a chunk's gates live in float32 or wider.
     with as_given(query.device):
@@ -276,7 +275,7 @@ def deep_memory(
             residual=residual,
             objective=objective,
             muon=muon,
-            unlock=tuple(unlock),
+            unlock=unlock,
             max_gradient_norm=max_gradient_norm,
             lengths=lengths,
         )
@@ -372,23 +371,29 @@ def make_inputs(
     }
 
 
-def _check(
+def _choose(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     log_retention: Tensor | None,
     log_momentum: Tensor | None,
     step_size: Tensor,
+    window_gate: Tensor | None,
     state: DeepMemoryState,
     chunk_size: int,
     activation: str,
     residual: bool,
-    unlock: Sequence[int],
-) -> None:
+    objective: str,
+    muon: Muon | None,
+    unlock: tuple[int, ...],
+    max_gradient_norm: float,
+    backend: str,
+) -> Callable[..., Any]:
+    """The backend, after a check of shapes, options and state."""
     expect = partial(registry.expect, OP)
     expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", query.shape)
     expect(key.shape == query.shape, "key", query.shape, key.shape)
-    batch, _, heads, key_dim = query.shape
+    batch, tokens, heads, key_dim = query.shape
     depth = len(state.weights)
     expect(1 <= depth <= MAX_DEPTH, "layers of the memory", f"1 to {MAX_DEPTH}", depth)
     value_dim = state.weights[-1].shape[-2]
@@ -415,11 +420,40 @@ def _check(
     expect(fits, "unlock", f"{blocks} ascending positions from 0", unlock)
     units = min([key_dim] if depth == 1 else [w.shape[-1] for w in state.weights[1:]])
     expect(blocks <= units, "capacity blocks", f"at most {units}, the units of the narrowest layer", blocks)
+    expect(max_gradient_norm > 0, "max_gradient_norm", "above 0", max_gradient_norm)
+    window = _check_rule(state, step_size, window_gate, objective, muon)
+    problem = Problem(
+        device=query.device.type,
+        dtype=str(query.dtype),
+        sizes={
+            "B": batch,
+            "T": tokens,
+            "H": heads,
+            "K": key_dim,
+            "V": value_dim,
+            "C": chunk_size,
+            "L": depth,
+            "E": blocks,
+            "R": state.write.shape[2],
+            "W": window,
+        },
+        options={
+            "activation": activation,
+            "residual": residual,
+            "momentum": is_given,
+            "objective": objective,
+            "muon": muon,
+            "gated": is_gated(state.weights),
+            "state": str(first.dtype),
+        },
+    )
+    return select(OP, problem, backend)
 
 
 def _check_rule(
     state: DeepMemoryState, step_size: Tensor, window_gate: Tensor | None, objective: str, muon: Muon | None
-) -> None:
+) -> int:
+    """The window of the rule."""
     expect = partial(registry.expect, OP)
     window = 1
     if window_gate is not None:
@@ -432,3 +466,4 @@ def _check_rule(
         expect(muon.steps >= 0, "Newton-Schulz steps", "at least 0", muon.steps)
         expect(muon.every in MUON_EVERY, "Muon.every", f"one of {MUON_EVERY}", muon.every)
         expect(bool(state.momentum), "momentum of Muon", "log_momentum", None)
+    return window

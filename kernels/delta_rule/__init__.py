@@ -11,13 +11,15 @@ with an erase key `p` and `S' = S_{t-1}`, or `S' = retention_t S_{t-1}` when the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, chosen, select, triton_refuses
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -78,18 +80,26 @@ def delta_rule(
         >>> k = torch.nn.functional.normalize(k, dim=-1)
         >>> y, state = delta_rule(q, k, v, torch.rand(2, 50, 4), None, torch.zeros(2, 4, 8, 8))
     """
-    _check(query, key, value, strength, log_retention, state, erase_key)
-    batch, tokens, heads, width = query.shape
-    sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "V": value.shape[-1]}
-    options = {
-        "erase_after_decay": erase_after_decay,
-        "erase_key": erase_key is not None,
-        "state": str(state.dtype),
-    }
-    compute = select(OP, Problem(query.device.type, str(query.dtype), sizes, options), backend)
+    kind = (
+        "delta_rule",
+        query.shape,
+        key.shape,
+        value.shape,
+        strength.shape,
+        None if log_retention is None else log_retention.shape,
+        None if erase_key is None else erase_key.shape,
+        state.shape,
+        query.dtype,
+        state.dtype,
+        query.device.type,
+        erase_after_decay,
+        backend,
+    )
+    tensors = query, key, value, strength, log_retention, state, erase_key
+    compute = chosen(kind, _choose, *tensors, erase_after_decay, backend)
     given = caster(compute, state.dtype)
     if lengths is not None:  # a token beyond a row's length writes nothing and keeps all
-        real = (torch.arange(tokens, device=query.device) < lengths[:, None])[..., None]
+        real = (torch.arange(query.shape[1], device=query.device) < lengths[:, None])[..., None]
         strength = torch.where(real, strength, 0)
         if log_retention is not None:
             log_retention = torch.where(real, log_retention, 0)
@@ -107,7 +117,7 @@ def delta_rule(
     return cast(y, query.dtype), state
 
 
-def _check(
+def _choose(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -115,10 +125,13 @@ def _check(
     log_retention: Tensor | None,
     state: Tensor,
     erase_key: Tensor | None,
-) -> None:
+    erase_after_decay: bool,
+    backend: str,
+) -> Callable[..., Any]:
+    """The backend, after a check of the shapes."""
     expect = partial(registry.expect, OP)
     expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", query.shape)
-    batch, _, heads, width = query.shape
+    batch, tokens, heads, width = query.shape
     for name, x in (("key", key), ("erase_key", erase_key)):
         if x is not None:
             expect(x.shape == query.shape, name, query.shape, x.shape)
@@ -129,6 +142,13 @@ def _check(
     expect(state.dtype in (torch.float32, torch.float64), "dtype of the state", "float32 or float64", state.dtype)
     expected = (batch, heads, width, value.shape[-1])
     expect(state.shape == expected, "state", expected, state.shape)
+    sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "V": value.shape[-1]}
+    options = {
+        "erase_after_decay": erase_after_decay,
+        "erase_key": erase_key is not None,
+        "state": str(state.dtype),
+    }
+    return select(OP, Problem(query.device.type, str(query.dtype), sizes, options), backend)
 
 
 def make_inputs(

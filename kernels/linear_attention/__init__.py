@@ -8,13 +8,15 @@ with J streams of keys and values. RetNet (arXiv 2307.08621) is one stream and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memzoo.kernels import registry
-from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, select, triton_refuses
+from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster, chosen, select, triton_refuses
 
 OP = Op(
     name="linear_attention",
@@ -62,14 +64,22 @@ def linear_attention(
         >>> q, k, v = torch.randn(2, 50, 4, 8), torch.randn(2, 50, 1, 4, 8), torch.randn(2, 50, 1, 4, 16)
         >>> y, state = linear_attention(q, k, v, -torch.rand(2, 50, 4), torch.zeros(2, 4, 8, 16))
     """
-    _check(query, key, value, log_retention, state)
-    batch, tokens, heads, width = query.shape
-    sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "V": value.shape[-1], "J": key.shape[2]}
-    options = {"state": str(state.dtype)}
-    compute = select(OP, Problem(query.device.type, str(query.dtype), sizes, options), backend)
+    kind = (
+        "linear_attention",
+        query.shape,
+        key.shape,
+        value.shape,
+        None if log_retention is None else log_retention.shape,
+        state.shape,
+        query.dtype,
+        state.dtype,
+        query.device.type,
+        backend,
+    )
+    compute = chosen(kind, _choose, query, key, value, log_retention, state, backend)
     given = caster(compute, state.dtype)
     if lengths is not None:  # a token beyond a row's length writes nothing and keeps all
-        real = torch.arange(tokens, device=query.device) < lengths[:, None]
+        real = torch.arange(query.shape[1], device=query.device) < lengths[:, None]
         value = torch.where(real[:, :, None, None, None], value, 0)
         if log_retention is not None:
             log_retention = torch.where(real[:, :, None], log_retention, 0)
@@ -78,7 +88,10 @@ def linear_attention(
     return cast(y, query.dtype), state
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor) -> None:
+def _choose(
+    query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor, backend: str
+) -> Callable[..., Any]:
+    """The backend, after a check of the shapes."""
     expect = partial(registry.expect, OP)
     expect(query.ndim == 4 and query.shape[1] > 0, "query", "[B, T, H, K] with T >= 1", query.shape)
     batch, tokens, heads, width = query.shape
@@ -90,6 +103,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | No
     expect(state.dtype in (torch.float32, torch.float64), "dtype of the state", "float32 or float64", state.dtype)
     expected = (batch, heads, width, value.shape[-1])
     expect(state.shape == expected, "state", expected, state.shape)
+    sizes = {"B": batch, "T": tokens, "H": heads, "K": width, "V": value.shape[-1], "J": key.shape[2]}
+    return select(OP, Problem(query.device.type, str(query.dtype), sizes, {"state": str(state.dtype)}), backend)
 
 
 def make_inputs(

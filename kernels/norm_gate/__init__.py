@@ -10,12 +10,13 @@ second is the gate of the first, in Titans' Eq 25 and 28. Deviations: none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memzoo.kernels.registry import Backend, Op, Problem, select, triton_refuses
+from memzoo.kernels.registry import Backend, Op, Problem, chosen, select, triton_refuses
 
 MAX_WIDTH = 8192
 """Widest row that the Triton backend holds in registers; above 4096 its backward spills a few."""
@@ -74,6 +75,26 @@ def norm_gate(
         >>> y = torch.randn(2, 5, 4, 8)  # read-outs of four heads
         >>> norm_gate(y, torch.ones(8), torch.randn(2, 5, 32), activation="silu", eps=1e-6).shape  # [2, 5, 32]
     """
+    kind = (
+        "norm_gate",
+        x.shape,
+        None if weight is None else weight.shape,
+        gate.shape,
+        None if gate_weight is None else gate_weight.shape,
+        x.dtype,
+        gate.dtype,
+        x.device.type,
+        activation,
+        backend,
+    )
+    compute = chosen(kind, _choose, x, weight, gate, gate_weight, activation, backend)
+    return compute(x, weight, gate, gate_weight, activation, scale, eps)
+
+
+def _choose(
+    x: Tensor, weight: Tensor | None, gate: Tensor, gate_weight: Tensor | None, activation: str, backend: str
+) -> Callable[..., Any]:
+    """The backend, after a check of shapes and activation."""
     shape, given, width = x.shape, gate.shape, x.shape[-1]
     if given != shape and (gate_weight is not None or given != (*shape[:-2], shape[-2:].numel())):
         raise ValueError(
@@ -86,8 +107,7 @@ def norm_gate(
     if activation not in ACTIVATION:
         raise ValueError(f"norm_gate: activation: expected one of {[*ACTIVATION]}, got {activation!r}.")
     dtype = x.dtype if x.dtype == gate.dtype else torch.promote_types(x.dtype, gate.dtype)
-    problem = Problem(x.device.type, str(dtype), {"W": width})
-    return select(OP, problem, backend)(x, weight, gate, gate_weight, activation, scale, eps)
+    return select(OP, Problem(x.device.type, str(dtype), {"W": width}), backend)
 
 
 def make_inputs(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.norm_gate import ACTIVATION
+from memzoo.kernels.rms_norm import rms_norm
 
 
 def norm_gate(
@@ -19,10 +19,10 @@ def norm_gate(
 ) -> Tensor:
     """See `memzoo.kernels.norm_gate.norm_gate`."""
     if weight is not None:
-        x = F.rms_norm(x, weight.shape, weight, eps)
+        x = rms_norm(x, weight, eps)
     if x.ndim != gate.ndim:
         x = x.flatten(-2)
     if gate_weight is not None:
-        gate = F.rms_norm(gate, gate_weight.shape, gate_weight, eps)
+        gate = rms_norm(gate, gate_weight, eps)
     gate = ACTIVATION[activation](gate)
     return x * (gate if scale == 1 else scale * gate)

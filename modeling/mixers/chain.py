@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from memzoo.kernels.blocked import blocked
 from memzoo.kernels.registry import cast
 from memzoo.modeling.decoder import FeedForward, Mixer, Step
+from memzoo.modeling.norms import RMSNorm
 
 Change = tuple[Tensor, Tensor, Tensor]
 """What a row's own level adds to the weights of gate, up and down projection: `[R, F, D]` twice and `[R, D, F]`."""
@@ -27,7 +28,7 @@ class Level(nn.Module):
         super().__init__()
         sized = copy.copy(config)
         sized.intermediate_size = size
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FeedForward(sized)
 
     def forward(self, x: Tensor, change: Change | None = None) -> Tensor:
@@ -85,7 +86,7 @@ class ChainBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: PreTrainedConfig, mixer: Mixer) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = mixer
         self.chain = Chain(config)
 

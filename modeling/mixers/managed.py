@@ -53,6 +53,7 @@ from memzoo.kernels.slot_table import (
 )
 from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
+from memzoo.modeling.norms import RMSNorm
 from memzoo.modeling.parts import placed
 
 QUERY_BLOCK = 1024
@@ -740,7 +741,7 @@ class ManagedBlock(MemoryBlock):
 
     def __init__(self, config: PreTrainedConfig, mixer: Mixer) -> None:
         super().__init__(config, mixer)
-        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.memory_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.memory = ManagedMemory(config)
 
     def forward(  # type: ignore[override]
