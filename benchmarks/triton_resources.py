@@ -53,7 +53,7 @@ def conv(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, channels: int =
     """By itself, and with queries and keys of 48 coordinates as vectors."""
     x, weight = meta(batch, tokens, channels, dtype=dtype), meta(channels, 4, dtype=dtype)
     tail = meta(batch, 3, channels, dtype=dtype)
-    for form in ((True, 0, 0, [], 0.0), (True, channels // 144, 48, [1.0, 1.0], 0.0)):
+    for form in ((True, 1, 1, 0, 0.0), (True, channels // 144, 48, 2, 0.0)):
         unit, y = short_conv.forward(x, weight, tail, *form)
         short_conv.backward(unit, y, x, weight, tail, *form)
         short_conv.one_token(x[:, :1], weight, tail, *form)

@@ -57,13 +57,13 @@ def test_gradcheck(backend: str) -> None:
     assert torch.autograd.gradcheck(lambda *t: short_conv(*t, backend=backend), leaves, **GRADCHECK)
 
 
-VECTORS = [Vectors(heads=2, dim=3), Vectors(heads=1, dim=5, lengths=(0.5,)), Vectors(3, 2, (0.5, 1.0), eps=1e-3)]
+VECTORS = [Vectors(heads=2, dim=3), Vectors(heads=1, dim=5, per_head=1), Vectors(3, 2, eps=1e-3)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("vectors", VECTORS, ids=str)
-def test_first_channels_as_vectors_of_given_lengths(vectors: Vectors, tokens: int, backend: str) -> None:
+def test_first_channels_as_unit_vectors(vectors: Vectors, tokens: int, backend: str) -> None:
     args = make_inputs(tokens=tokens, channels=13)
     args["x"][0] = args["tail"][0] = 0
     args["x"][1, -1, 0] = 1e-4  # some are short
@@ -74,14 +74,14 @@ def test_first_channels_as_vectors_of_given_lengths(vectors: Vectors, tokens: in
             (unit, rest), new = short_conv(**args, activation="silu", vectors=vectors, backend=backend)
         assert torch.equal(new, tail)
         close(rest, plain[..., vectors.channels :], BOUND)
-        assert unit.shape == (2, tokens, len(vectors.lengths), vectors.heads, vectors.dim)
-        for n, length in enumerate(vectors.lengths):
+        assert unit.shape == (2, tokens, vectors.per_head, vectors.heads, vectors.dim)
+        for n in range(vectors.per_head):
             for head in range(vectors.heads):
                 first = (n * vectors.heads + head) * vectors.dim
                 vector = plain[..., first : first + vectors.dim]
                 square = (vector**2).sum(-1, keepdim=True)
                 size = (square + vectors.eps).sqrt() if vectors.eps else square.sqrt().clamp(min=1e-6)
-                close(unit[:, :, n, head], length * vector / size, BOUND)
+                close(unit[:, :, n, head], vector / size, BOUND)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

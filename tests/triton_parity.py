@@ -82,7 +82,7 @@ def test_short_conv(tokens: int, width: int, activation: str | None, dtype: torc
 
 
 @dtypes
-@pytest.mark.parametrize("vectors", [conv.Vectors(3, 5, (0.5, 1.0)), conv.Vectors(2, 20, (1.0,), 1e-3)], ids=str)
+@pytest.mark.parametrize("vectors", [conv.Vectors(3, 5), conv.Vectors(2, 20, 1, 1e-3)], ids=str)
 @pytest.mark.parametrize(("tokens", "activation"), [(1, "silu"), (37, "silu"), (5, None)])
 def test_short_conv_with_vectors(
     tokens: int, activation: str | None, vectors: conv.Vectors, dtype: torch.dtype
@@ -99,7 +99,7 @@ def test_short_conv_with_vectors(
 
 def test_short_conv_as_torch_sees_it() -> None:
     args = conv.make_inputs(channels=13, dtype=torch.float32)
-    form = True, 2, 3, [0.5, 1.0], 0.0
+    form = True, 2, 3, 2, 0.0
     given = *args.values(), *form
     unit, y = conv_triton._convolution(*given)
     one = args["x"][:, :1], args["weight"], args["tail"], *form
@@ -111,7 +111,7 @@ def test_short_conv_as_torch_sees_it() -> None:
         found = torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
         assert set(found.values()) == {"SUCCESS"}
     with pytest.raises(ValueError, match="holds vectors of up to 2048 on chip, got 2049"):
-        short_conv(torch.ones(1, 1, 2049), torch.ones(2049, 4), vectors=conv.Vectors(1, 2049, (1.0,)), backend="triton")
+        short_conv(torch.ones(1, 1, 2049), torch.ones(2049, 4), vectors=conv.Vectors(1, 2049, 1), backend="triton")
 
 
 def test_short_conv_of_strided_and_ragged_rows() -> None:

@@ -2,7 +2,7 @@
 
     y[t, d] = act(sum_{j=0}^{W-1} weight[d, j] x[t - W + 1 + j, d])
 
-and of the channels that are queries and keys, each head's vector scaled to a given length, `c y / max(|y|, 1e-6)`.
+and of the channels that are queries and keys, each head's vector scaled to unit length, `y / max(|y|, 1e-6)`.
 
 Source: the short convolution of Titans (arXiv 2501.00663, section 4.4); width 4 as in ATLAS (arXiv 2505.23735, App. E).
 Deviations: the papers name the two steps apart.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memzoo.kernels.registry import Backend, Op, Problem, select, triton_refuses
+from memzoo.kernels.registry import Backend, Op, Problem, chosen, select, triton_refuses
 
 MAX_DIM = 2048
 """Widest vector that the Triton backend holds in registers."""
@@ -41,17 +41,17 @@ ACTIVATION: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "
 
 
 class Vectors(NamedTuple):
-    """The first `len(lengths) * heads * dim` channels of a convolution: vectors, for each of the `lengths` one a head,
-    that are scaled to it, `c y / max(|y|, 1e-6)` or with `eps` `c y / sqrt(|y|^2 + eps)`."""
+    """The first `per_head * heads * dim` channels of a convolution: for each head `per_head` vectors that are scaled to
+    unit length, `y / max(|y|, 1e-6)`, or with `eps` `y / sqrt(|y|^2 + eps)`."""
 
     heads: int
     dim: int
-    lengths: tuple[float, ...] = (1.0, 1.0)
+    per_head: int = 2
     eps: float = 0.0
 
     @property
     def channels(self) -> int:
-        return len(self.lengths) * self.heads * self.dim
+        return self.per_head * self.heads * self.dim
 
 
 def short_conv(
@@ -71,7 +71,7 @@ def short_conv(
         weight: filters `[D, W]`; `weight[:, -1]` multiplies the current token.
         tail: the `W - 1` tokens before `x`, `[B, W - 1, D]`; zeros when `None`.
         activation: `"silu"`, or `None` for the identity.
-        vectors: the first channels as vectors of given lengths, N for each of H heads; `None` for none.
+        vectors: the first channels as unit vectors, N for each of H heads; `None` for none.
         lengths: real tokens per row `[B]`, int64; all `T` when `None`. Outputs beyond a row's length are unspecified.
         backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
@@ -90,6 +90,20 @@ def short_conv(
         >>> y1, tail = short_conv(torch.randn(2, 1, 8), torch.randn(8, 4), tail)
         >>> (qk, v), tail = short_conv(torch.randn(2, 5, 12), torch.randn(12, 4), vectors=Vectors(heads=2, dim=2))
     """
+    if tail is None:
+        tail = x.new_zeros(x.shape[0], weight.shape[-1] - 1, x.shape[-1])
+    kind = (
+        *("short_conv", x.shape, weight.shape, tail.shape, x.dtype, x.device.type),
+        *(activation, vectors, backend),
+    )
+    compute = chosen(kind, _choose, x, weight, tail, activation, vectors, backend)
+    return compute(x, weight, tail, lengths, activation, vectors)
+
+
+def _choose(
+    x: Tensor, weight: Tensor, tail: Tensor, activation: str | None, vectors: Vectors | None, backend: str
+) -> Callable[..., Any]:
+    """The backend, after a check of shapes and options."""
     shape, filters = x.shape, weight.shape
     if len(shape) != 3 or len(filters) != 2 or filters[0] != shape[2]:
         raise ValueError(
@@ -100,15 +114,12 @@ def short_conv(
     if vectors is not None and not 0 < vectors.channels <= shape[2]:
         raise ValueError(f"short_conv: vectors: expected 1 to {shape[2]} = D channels, got {vectors}.")
     expected = shape[0], filters[1] - 1, shape[2]
-    if tail is None:
-        tail = x.new_zeros(expected)
-    elif tail.shape != expected:
+    if tail.shape != expected:
         raise ValueError(f"short_conv: expected tail {expected} = [B, W - 1, D], got {tuple(tail.shape)}.")
     sizes = {"B": shape[0], "T": shape[1], "D": shape[2], "W": filters[1]}
     if vectors is not None:
         sizes["K"] = vectors.dim
-    compute = select(OP, Problem(x.device.type, str(x.dtype), sizes), backend)
-    return compute(x, weight, tail, lengths, activation, vectors)
+    return select(OP, Problem(x.device.type, str(x.dtype), sizes), backend)
 
 
 def new_tail(x: Tensor, tail: Tensor, lengths: Tensor | None) -> Tensor:

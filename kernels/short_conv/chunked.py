@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.blocked import blocked
-from memzoo.kernels.registry import constant
 from memzoo.kernels.short_conv import ACTIVATION, Vectors, new_tail
 from memzoo.kernels.unit_length import length, unit_length, widened
 
@@ -35,10 +34,7 @@ def short_conv(
     if vectors is None:
         return y, tail
     first, rest = y.split([vectors.channels, y.shape[2] - vectors.channels], dim=-1)
-    unit = unit_length(first.unflatten(-1, (-1, vectors.heads, vectors.dim)), vectors.eps)
-    if vectors.lengths.count(1.0) < len(vectors.lengths):
-        unit = unit * _lengths(vectors, unit)
-    return (unit, rest), tail
+    return (unit_length(first.unflatten(-1, (-1, vectors.heads, vectors.dim)), vectors.eps), rest), tail
 
 
 def _step(
@@ -51,18 +47,9 @@ def _step(
         F.silu(y, inplace=True)
     if vectors is None:
         return y, tail
-    heads, dim, lengths, eps = vectors
-    channels = len(lengths) * heads * dim
-    vector = widened(y[..., :channels]).view(-1, 1, len(lengths), heads, dim)
-    longer = length(vector, eps)
-    if lengths.count(1.0) < len(lengths):
-        longer.div_(_lengths(vectors, longer))
-    return (vector.div_(longer), y[..., channels:]), tail
-
-
-def _lengths(vectors: Vectors, like: Tensor) -> Tensor:
-    """`[N, 1, 1]`."""
-    return constant(vectors.lengths, like, like.dtype)[:, None, None]
+    heads, dim, per_head, eps = vectors
+    vector = widened(y[..., : per_head * heads * dim]).view(-1, 1, per_head, heads, dim)
+    return (vector.div_(length(vector, eps)), y[..., per_head * heads * dim :]), tail
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:

@@ -31,12 +31,10 @@ def short_conv(
     if vectors is None:
         return y, tail
     first, rest = y[..., : vectors.channels], y[..., vectors.channels :]
-    given = widened(first).unflatten(-1, (len(vectors.lengths), vectors.heads, vectors.dim))
-    scaled = [_scaled(u, c, vectors.eps) for u, c in zip(given.unbind(2), vectors.lengths, strict=True)]
-    return (torch.stack(scaled, dim=2), rest), tail
+    return (_unit(widened(first).unflatten(-1, (-1, vectors.heads, vectors.dim)), vectors.eps), rest), tail
 
 
-def _scaled(y: Tensor, c: float, eps: float) -> Tensor:
-    """`c y / max(|y|, 1e-6)`, or `c y / sqrt(|y|^2 + eps)`."""
+def _unit(y: Tensor, eps: float) -> Tensor:
+    """`y / max(|y|, 1e-6)`, or `y / sqrt(|y|^2 + eps)`."""
     square = y.square().sum(-1, keepdim=True)
-    return c * y / ((square + eps).sqrt() if eps else square.clamp(min=1e-12).sqrt())
+    return y / ((square + eps).sqrt() if eps else square.clamp(min=1e-12).sqrt())

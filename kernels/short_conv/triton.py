@@ -2,7 +2,7 @@
 
 Each program makes a tile of `BT` tokens x `BD` channels, its taps in registers, no shared memory but for sums along
 vectors. It reads the tile W times, shifted by a token, of which the first read comes from device memory and the others
-from the first-level cache. Where channels are vectors of a given length the tile's are those of one vector, whole.
+from the first-level cache. Where channels are unit vectors the tile's are those of one vector, whole.
 
 Bytes, for an element of s bytes: forward `2 s` per token and channel (x in, y out; of a vector `s + 4`), backward `3 s`
 (x and dy in, dx out; of a vector `2 s + 4`), with 4 W bytes of partial sums for the filters per `BT` tokens and
@@ -27,8 +27,7 @@ from memzoo.kernels.triton_support import contiguous, fresh, gradients_like, lau
 TOKENS, CHANNELS = 32, 128
 """Of a tile: 128 channels are whole lines of 128 bytes or more; 32 tokens keep W partial tiles in registers. Of longer
 vectors it has fewer."""
-Form = tuple[bool, int, int, list[float], float]
-"""Whether there is an activation, and the fields of `Vectors`; no heads, if there are no vectors."""
+NONE = Vectors(heads=1, dim=1, per_head=0)
 
 
 def short_conv(
@@ -40,9 +39,7 @@ def short_conv(
     vectors: Vectors | None,
 ) -> tuple[Any, Tensor]:
     """See `memzoo.kernels.short_conv.short_conv`."""
-    form: Form = activation == "silu", 0, 0, [], 0.0
-    if vectors is not None:
-        form = form[0], vectors.heads, vectors.dim, [*vectors.lengths], vectors.eps
+    form = activation == "silu", *(NONE if vectors is None else vectors)
     if x.shape[1] == 1 and lengths is None and not torch.is_grad_enabled():
         unit, y, tail = _step(x, weight, tail, *form)
     else:
@@ -87,7 +84,7 @@ def _place(count, BT: tl.constexpr, BD: tl.constexpr, D: tl.constexpr, K: tl.con
 
 @triton.jit
 def _unit_place(i_b, token, i_g, channel, B, T, H: tl.constexpr, K: tl.constexpr):
-    """Offsets of a vector in `[N, B, T, H, K]`."""
+    """Offsets of a vector in `[per_head, B, T, H, K]`."""
     return ((i_g // H * tl.cast(B, tl.int64) + i_b) * T + token) * (H * K) + channel - i_g // H * (H * K)
 
 
@@ -97,15 +94,6 @@ def _shrink(square, EPS: tl.constexpr):
     if EPS == 0.0:
         return 1 / tl.maximum(tl.sqrt(square), 1e-6)
     return tl.rsqrt(square + EPS)
-
-
-@triton.jit
-def _length(i_n, LENGTHS: tl.constexpr):
-    """Of the n-th vectors."""
-    found = 1.0
-    for n in tl.static_range(len(LENGTHS)):
-        found = tl.where(i_n == n, LENGTHS[n], found)
-    return found
 
 
 @triton.jit(do_not_specialize=["B", "T"])
@@ -122,20 +110,19 @@ def _forward_kernel(
     SILU: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    N: tl.constexpr,
     EPS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Groups of K channels below `N H` are vectors, of the N lengths for each of H heads."""
+    """The first N groups of K channels are vectors."""
     i_b, token, i_g, channel, mask = _place(T, BT, BD, D, K)
     y = _mixed(p_x + i_b * T * D, p_weight, p_tail + i_b * (W - 1) * D, token, channel, mask, T, D, W)
     if SILU:
         y = y * tl.sigmoid(y)
     mask &= token < T
-    N: tl.constexpr = len(LENGTHS) * H
     if N > 0:
-        unit = y * (_length(i_g // H, LENGTHS) * _shrink(tl.sum(y * y, axis=1)[:, None], EPS))
+        unit = y * _shrink(tl.sum(y * y, axis=1)[:, None], EPS)
         tl.store(p_unit + _unit_place(i_b, token, i_g, channel, B, T, H, K), unit, mask=mask & (channel < N * K))
     p_out = p_y + (i_b * T + token) * (D - N * K) + channel - N * K
     tl.store(p_out, y.to(p_y.dtype.element_ty), mask=mask & (channel >= N * K))
@@ -160,11 +147,10 @@ def _pre_gradient(
     SILU: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    N: tl.constexpr,
     EPS: tl.constexpr,
 ):
     """Gradient of the sum before the activation; 0 beyond the row."""
-    N: tl.constexpr = len(LENGTHS) * H
     inside = mask & (token >= 0) & (token < T)
     p_dy += (i_b * T + token) * (D - N * K) + channel - N * K
     d_y = tl.load(p_dy, mask=inside & (channel >= N * K), other=0.0).to(tl.float32)
@@ -173,7 +159,7 @@ def _pre_gradient(
         gate = tl.sigmoid(pre) if SILU else 1.0
         if N > 0:
             p_dunit += _unit_place(i_b, token, i_g, channel, B, T, H, K)
-            d_unit = _length(i_g // H, LENGTHS) * tl.load(p_dunit, mask=inside & (channel < N * K), other=0.0).to(tl.float32)
+            d_unit = tl.load(p_dunit, mask=inside & (channel < N * K), other=0.0).to(tl.float32)
             y = pre * gate
             square = tl.sum(y * y, axis=1)[:, None]
             shrink = _shrink(square, EPS)
@@ -204,7 +190,7 @@ def _backward_kernel(
     SILU: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    N: tl.constexpr,
     EPS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
@@ -221,7 +207,7 @@ def _backward_kernel(
         at = token + (W - 1 - j)
         d_pre = _pre_gradient(
             *(p_dunit, p_dy, p_x, p_weight, p_tail, i_b, at, i_g, channel, mask, B, T, D, W),
-            *(SILU, H, K, LENGTHS, EPS),
+            *(SILU, H, K, N, EPS),
         )
         d_x += d_pre * _tap(p_weight, j, channel, D, W)
         d_tap = tl.sum(d_pre * x, axis=0)[None, :]
@@ -250,7 +236,7 @@ def _step_kernel(
     SILU: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    N: tl.constexpr,
     EPS: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -271,18 +257,17 @@ def _step_kernel(
         tl.store(p_new + (W - 2) * D, x.to(p_new.dtype.element_ty), mask=mask)
     if SILU:
         y = y * tl.sigmoid(y)
-    N: tl.constexpr = len(LENGTHS) * H
     if N > 0:
-        unit = y * (_length(i_g // H, LENGTHS) * _shrink(tl.sum(y * y, axis=0), EPS))
+        unit = y * _shrink(tl.sum(y * y, axis=0), EPS)
         tl.store(p_unit + _unit_place(i_b, 0, i_g, channel, B, 1, H, K), unit, mask=mask & (channel < N * K))
     p_out = p_y + i_b * (D - N * K) + channel - N * K
     tl.store(p_out, y.to(p_y.dtype.element_ty), mask=mask & (channel >= N * K))
 
 
-def _sizes(x: Tensor, weight: Tensor, silu: bool, heads: int, dim: int, lengths: list[float], eps: float) -> Any:
+def _sizes(x: Tensor, weight: Tensor, silu: bool, heads: int, dim: int, per_head: int, eps: float) -> dict[str, Any]:
     """What every kernel takes besides tensors, but for tokens."""
-    BD = tile(dim, MAX_DIM) if heads else tile(x.shape[2], CHANNELS)
-    form = {"SILU": silu, "H": max(1, heads), "K": dim if heads else BD, "LENGTHS": tuple(lengths), "EPS": eps}
+    BD = tile(dim, MAX_DIM) if per_head else tile(x.shape[2], CHANNELS)
+    form = {"SILU": silu, "H": heads, "K": dim if per_head else BD, "N": per_head * heads, "EPS": eps}
     return {"B": x.shape[0], "D": x.shape[2], "W": weight.shape[1], **form, "BD": BD}
 
 
@@ -354,16 +339,16 @@ def one_token(x: Tensor, weight: Tensor, tail: Tensor, *form: Any) -> tuple[Tens
 
 
 def _like_output(x: Tensor, weight: Tensor, tail: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
-    """The vectors `[N, B, T, H, K]`, so that the n-th of all tokens are whole, and the other channels."""
-    _, heads, dim, lengths, _ = form
-    (batch, tokens, channels), count = x.shape, len(lengths)
-    y = x.new_empty(batch, tokens, channels - count * heads * dim, dtype=torch.promote_types(x.dtype, weight.dtype))
-    return x.new_empty(count, batch, tokens, heads, dim, dtype=torch.float32), y
+    """The vectors `[per_head, B, T, H, K]`, so that queries and keys are whole tensors, and the other channels."""
+    _, heads, dim, per_head, _ = form
+    batch, tokens, channels = x.shape
+    y = x.new_empty(batch, tokens, channels - per_head * heads * dim, dtype=torch.promote_types(x.dtype, weight.dtype))
+    return x.new_empty(per_head, batch, tokens, heads, dim, dtype=torch.float32), y
 
 
 # What autograd and torch.compile see: three operators that say what shapes they return.
 
-_INPUTS = "Tensor x, Tensor weight, Tensor tail, bool silu, int heads, int dim, float[] lengths, float eps"
+_INPUTS = "Tensor x, Tensor weight, Tensor tail, bool silu, int heads, int dim, int per_head, float eps"
 _convolution = torch.library.custom_op(
     "memzoo::short_conv", forward, mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
 )

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from memzoo.kernels import deep_exponential_memory, exponential_memory
 from memzoo.kernels.registry import cast
 from memzoo.kernels.scan import scan, split
+from memzoo.kernels.short_conv import Vectors
 from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer
@@ -45,7 +46,8 @@ class ExponentialMemory(nn.Module):
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.widths = [self.heads * width for width in (self.key_dim, self.key_dim, self.value_dim)]
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
-        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend)
+        unit = Vectors(self.heads, self.key_dim)
+        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend, unit)
         ranges = [(0.5, 0.5)] * self.lags
         if config.use_retention:
             ranges.append((1e-3, 1e-1))
@@ -147,9 +149,8 @@ class ExponentialMemory(nn.Module):
         *logits: Tensor,
     ) -> tuple[Tensor, MemoryState]:
         dtype = projected.dtype
-        projected, tail = self.conv.apply_with(conv_weight, projected, cast(state.conv_tail, dtype), lengths)
-        qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
-        q, k = unit_length(qk.unflatten(-1, (2, self.heads, -1))).unbind(2)
+        (qk, v), tail = self.conv.apply_with(conv_weight, projected, state.conv_tail, lengths)
+        q, k = qk.unbind(2)
         steps, forget = logits[: self.lags], logits[self.lags :]
         y, memory = self._memorize(
             q,
