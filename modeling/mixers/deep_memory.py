@@ -14,9 +14,10 @@ from transformers import initialization as init
 
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
+from memzoo.kernels.gates import Gate, gates
 from memzoo.kernels.registry import cast
 from memzoo.kernels.short_conv import Vectors, short_conv
-from memzoo.kernels.unit_length import unit_length, widened
+from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.mixers.features import feature_map
 
@@ -58,16 +59,20 @@ class ShortConv(nn.Module):
 
 
 class InnerGates(nn.Linear):
-    """Logits of one number per head and token for each of several gates: a retention, a momentum, a step size.
+    """One number per head and token for each of several gates: a retention, a momentum, a step size.
 
     Args:
         width: model width.
         heads: heads.
-        ranges: for each gate the range of its initial `sigmoid(bias)`, log-uniform over the heads.
+        kinds: what each gate is of its logits; see `memzoo.kernels.gates`.
+        ranges: for each logit the range of its initial `sigmoid(bias)`, log-uniform over the heads.
+        backend: of the kernel.
     """
 
-    def __init__(self, width: int, heads: int, ranges: Sequence[tuple[float, float]]) -> None:
-        self.heads, self.ranges = heads, ranges
+    def __init__(
+        self, width: int, heads: int, kinds: Sequence[Gate], ranges: Sequence[tuple[float, float]], backend: str
+    ) -> None:
+        self.heads, self.kinds, self.ranges, self.backend = heads, tuple(kinds), ranges, backend
         super().__init__(width, heads * len(ranges), bias=True)
 
     def init_weights(self) -> None:
@@ -75,13 +80,9 @@ class InnerGates(nn.Linear):
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
     def each(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[B, T, D]` to a `[B, T, H]` per gate."""
-        return self.stacked(x).unbind(-2)
-
-    def stacked(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, G, H]` for G gates, in float32 or wider: a retention near 1 has no bfloat16 neighbours
-        worth having. (`forward` is the linear layer's, as adapters expect of one.)"""
-        return widened(self(x)).unflatten(-1, (-1, self.heads))
+        """`[B, T, D]` to each gate, `[B, T, H]` or with lags `[B, T, H, c]`. (`forward` is the linear layer's, as
+        adapters expect of one.)"""
+        return gates(self(x), self.kinds, backend=self.backend)
 
 
 class InitialWeights(nn.Module):
@@ -138,21 +139,23 @@ class DeepMemory(nn.Module):
         self.muon = Muon(config.newton_schulz_steps, config.muon_every) if config.use_muon else None
         self.activation = config.memory_activation
         self.residual = config.memory_residual
-        self.max_step_size = config.step_limit
         self.max_gradient_norm = math.inf if config.max_gradient_norm is None else config.max_gradient_norm
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.use_retention, self.use_momentum = config.use_retention, config.use_momentum
         self.qkv_proj = nn.Linear(width, 3 * inner, bias=False)
         self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend, Vectors(heads, head_dim))
-        ranges = [(0.12, 0.12)]  # the step size
+        kinds, ranges = [Gate("share", config.step_limit)], [(0.12, 0.12)]
         if self.use_momentum:
+            kinds.append(Gate("log_share"))
             ranges.append((0.5, 0.5))
         if self.use_retention:
+            kinds.append(Gate("log_rest"))
             ranges.append((1e-3, 1e-1))
-        if self.window > 1:
+        if self.window > 1:  # a step is a mean over the window and no longer than that of one token
+            kinds.append(Gate("share", 1 / self.window, self.window))
             ranges += [(0.88, 0.88), *[(0.5, 0.5)] * (self.window - 1)]
-        self.gates = InnerGates(width, heads, ranges)
+        self.gates = InnerGates(width, heads, kinds, ranges, config.kernel_backend)
         self.features = feature_map(config)
         self.initial_weights = InitialWeights(
             heads, [self.features.width, *hidden, head_dim], gated=config.memory == "gated_mlp"
@@ -234,17 +237,19 @@ class DeepMemory(nn.Module):
         projected = self.qkv_proj(x)
         (qk, v), tail = self.conv(projected, state.conv_tail, lengths)
         q, k = self.features(qk).unbind(2)
-        step_size, *gates = self.gates.each(x)
+        step_size, *others = self.gates.each(x)
+        log_momentum = others.pop(0) if self.use_momentum else None
+        log_retention = others.pop(0) if self.use_retention else None
         output, memory = deep_memory(
             q,
             k,
             v.unflatten(-1, (self.heads, -1)),
-            F.logsigmoid(-gates[1 if self.use_momentum else 0]) if self.use_retention else None,
-            F.logsigmoid(gates[0]) if self.use_momentum else None,
-            self.max_step_size * torch.sigmoid(step_size),
+            log_retention,
+            log_momentum,
+            step_size,
             state.memory,
             chunk_size=chunk_size,
-            window_gate=None if self.window == 1 else self._window_gate(gates[-self.window :]),
+            window_gate=others[0] if others else None,
             activation=self.activation,
             residual=self.residual,
             objective=self.objective,
@@ -255,7 +260,3 @@ class DeepMemory(nn.Module):
             backend=self.backend,
         )
         return cast(output.flatten(2), v.dtype), MemoryState(tail, memory)
-
-    def _window_gate(self, logits: Sequence[Tensor]) -> Tensor:
-        """`[B, L, H, c]`, over c, so that a step is a mean over the window and no longer than that of one token."""
-        return torch.sigmoid(torch.stack(logits, dim=-1)) / self.window  # type: ignore[arg-type]

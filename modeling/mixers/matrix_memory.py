@@ -20,12 +20,13 @@ from transformers import initialization as init
 from transformers.models.llama.modeling_llama import rotate_half
 
 from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import cast, constant
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors, new_tail
-from memzoo.kernels.unit_length import unit_length, widened
+from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
@@ -190,7 +191,7 @@ def gating(config: PreTrainedConfig, activation: str) -> dict[str, Any]:
 
 
 class DecayGate(nn.Module):
-    """`log a = -exp(A) softplus(x W + b)`, a retention per head (Mamba-2, arXiv 2405.21060)."""
+    """`log a = -exp(A) softplus(x W + b)`, a retention per head (Mamba-2, arXiv 2405.21060), from what a call gives."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -204,9 +205,8 @@ class DecayGate(nn.Module):
         time = torch.linspace(math.log(1e-3), math.log(1e-1), heads).exp()
         init.copy_(self.time_bias, torch.log(torch.expm1(time)).to(self.time_bias))  # softplus of it is `time`
 
-    def forward(self, x: Tensor) -> Tensor:
-        logit = widened(self.proj(x))
-        return -cast(self.log_rate, logit.dtype).exp() * F.softplus(logit + self.time_bias)
+    def forward(self, x: Tensor) -> Decay:
+        return Decay(self.proj(x), self.log_rate, self.time_bias)
 
 
 class Retention(MatrixMemory):
@@ -260,19 +260,20 @@ class SlidingWindowLinear(MatrixMemory):
         self.window = config.window
         super().__init__(config, layer_idx)
         ranges = [(1e-3, 1e-1), (0.5, 0.5), *[(0.12, 0.12)] * (self.window - 1)]
-        self.gates = InnerGates(config.hidden_size, self.heads, ranges)
+        kinds = Gate("log_rest"), Gate("share", lags=self.window)
+        self.gates = InnerGates(config.hidden_size, self.heads, kinds, ranges, config.kernel_backend)
 
     def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Logits of forgetting, `[B, L, H]`, and of the strength at each lag, `[B, L, c, H]`."""
-        logits = self.gates.stacked(x)
-        return logits[:, :, 0], logits[:, :, 1:]
+        """The log of the retention, `[B, L, H]`, and the strength at each lag, `[B, L, c, H]`."""
+        log_retention, strengths = self.gates.each(x)
+        return log_retention, strengths.mT
 
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        log_retention = F.logsigmoid(-controls[0])
+        log_retention = controls[0]
         q, k = qk.unbind(2)
-        gates = torch.sigmoid(controls[1])[..., None]
+        gates = controls[1][..., None]
         if (is_open := self.is_open(step, v.shape[1])) is not None:
             # The current token's open blocks hold for every key that it writes, earlier ones included.
             gates = gates * is_open[:, :, None].to(gates.dtype)
@@ -335,31 +336,33 @@ class Delta(MatrixMemory):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.strength_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
-        self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
+        self.kinds = (Gate("share", 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0),)
 
     def addresses(self, qk: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where to read, write and erase (`None`: where it writes)."""
         q, k = qk.unbind(2)
         return q, k, None
 
-    def log_retention(self, x: Tensor) -> Tensor | None:
+    def log_retention(self, x: Tensor) -> Decay | None:
+        """The log of the retention, before it is computed."""
         return None
 
     def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """Logits of the strength, the log of the retention, and what `addresses` takes."""
-        return self.strength_proj(x), self.log_retention(x)
+        """The strength, the log of the retention, and what `addresses` takes."""
+        strength, *log_retention = gates(self.strength_proj(x), self.kinds, self.log_retention(x), backend=self.backend)
+        return strength, log_retention[0] if log_retention else None
 
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        logit, log_retention, *others = controls
+        strength, log_retention, *others = controls
         q, k, p = self.addresses(qk, *others)
         (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
         y, memory = delta_rule(
             q * self.scaling,
             k,
             v,
-            self.max_strength * torch.sigmoid(cast(logit, state.memory.dtype)),
+            strength,
             log_retention,
             state.memory,
             erase_key=rest[0] if rest else None,
@@ -379,7 +382,7 @@ class GatedDelta(Delta):
         super().__init__(config, layer_idx)
         self.decay = DecayGate(config.hidden_size, self.heads)
 
-    def log_retention(self, x: Tensor) -> Tensor:
+    def log_retention(self, x: Tensor) -> Decay:
         return self.decay(x)
 
 
@@ -416,7 +419,7 @@ class CombaMemory(Delta):
         # Without an epsilon a unit vector does not see the factor.
         return unit(torch.addcmul(q, correction, erased, value=-1)), unit(k), unit(erased) if self.unit_eps else None
 
-    def log_retention(self, x: Tensor) -> Tensor:
+    def log_retention(self, x: Tensor) -> Decay:
         return self.decay(x)
 
 
