@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
+from memzoo.kernels.gates import triton as gates
 from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.norm_gate import triton as norm_gate
@@ -50,11 +51,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def conv(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, channels: int = 2304) -> None:
+    """By itself, and with queries and keys of 48 coordinates as vectors."""
     x, weight = meta(batch, tokens, channels, dtype=dtype), meta(channels, 4, dtype=dtype)
     tail = meta(batch, 3, channels, dtype=dtype)
-    short_conv.forward(x, weight, tail, True)
-    short_conv.backward(x, x, weight, tail, True)
-    short_conv.one_token(x[:, :1], weight, tail, True)
+    for form in ((True, 1, 1, 0, 0.0), (True, channels // 144, 48, 2, 0.0)):
+        unit, y = short_conv.forward(x, weight, tail, *form)
+        short_conv.backward(unit, y, x, weight, tail, *form)
+        short_conv.one_token(x[:, :1], weight, tail, *form)
 
 
 def _heads(dtype: torch.dtype, batch: int, tokens: int, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, ...]:
@@ -168,6 +171,16 @@ def gate(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16
         norm_gate.backward(x, *inputs)
 
 
+def inner_gates(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16) -> None:
+    """Of a memory that learns at test time from a window of 4 tokens, and of one with a decay."""
+    weight = meta(heads, dtype=dtype)
+    decayed = meta(batch, tokens, heads, dtype=dtype), weight, weight
+    step = [0, 1, 2, 0], [0.1, 1.0, 1.0, 0.25], [1, 1, 1, 4]
+    for decay, each in (((None, None, None), step), (decayed, ([0], [1.0], [1]))):
+        logits = meta(batch, tokens, sum(each[2]) * heads, dtype=dtype)
+        gates.backward(gates.forward(logits, *decay, *each), logits, *decay, *each)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -175,6 +188,7 @@ OPS: dict[str, Callable[..., None]] = {
     "deep_memory": deep,
     "newton_schulz": newton,
     "norm_gate": gate,
+    "gates": inner_gates,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}
@@ -274,7 +288,9 @@ def rows(
     op: str, targets: Sequence[str], dtypes: Sequence[str], wide: bool, record: Sequence[dict[str, Any]] = ()
 ) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first; those of `record` as they are."""
-    classes = ({}, WIDE) if wide and op not in ("short_conv", "deep_memory", "newton_schulz", "norm_gate") else ({},)
+    classes = (
+        ({}, WIDE) if wide and op not in ("short_conv", "deep_memory", "newton_schulz", "norm_gate", "gates") else ({},)
+    )
     for name, sizes, target in itertools.product(dtypes, classes, targets):
         for launch in launches(op, DTYPES[name], target, **sizes):
             about = identity(op, name, target, launch)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from memzoo.kernels.slot_table import Event, Rules, empty_table, write
-from memzoo.modeling.mixers.features import unit_length, widened
+from memzoo.kernels.unit_length import unit_length, widened
 
 ROUTES = ("memory", "sparse")
 """The answer is in a slot; it must be looked for in what was stored."""

@@ -10,7 +10,8 @@ import torch
 from tolerances import GRADCHECK, OP, close
 from torch import Tensor
 
-from memzoo.modeling.mixers.features import FeatureMap, Monomials, Powers, unit_length
+from memzoo.kernels.unit_length import unit_length
+from memzoo.modeling.mixers.features import FeatureMap, Monomials, Powers
 
 HEADS, WIDTH = 3, 5
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tolerances import GRADCHECK, OP, close
+from torch import Tensor
 
 from memzoo.kernels.blocked import BLOCK_ELEMENTS
 from memzoo.kernels.short_conv import OP as SHORT_CONV
-from memzoo.kernels.short_conv import make_inputs, short_conv
+from memzoo.kernels.short_conv import Vectors, make_inputs, short_conv
 
 BACKENDS = [name for name in SHORT_CONV.names() if name != "triton"]  # which has no float64: tests/triton_parity.py
 BOUND = OP[torch.float64]
@@ -54,6 +55,61 @@ def test_gradcheck(backend: str) -> None:
     args = make_inputs(batch=2, tokens=3, channels=2)
     leaves = [args[name].requires_grad_() for name in ("x", "weight", "tail")]
     assert torch.autograd.gradcheck(lambda *t: short_conv(*t, backend=backend), leaves, **GRADCHECK)
+
+
+VECTORS = [Vectors(heads=2, dim=3), Vectors(heads=1, dim=5, per_head=1), Vectors(3, 2, eps=1e-3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("vectors", VECTORS, ids=str)
+def test_first_channels_as_unit_vectors(vectors: Vectors, tokens: int, backend: str) -> None:
+    args = make_inputs(tokens=tokens, channels=13)
+    args["x"][0] = args["tail"][0] = 0
+    args["x"][1, -1, 0] = 1e-4  # some are short
+    args["weight"] *= torch.logspace(-7, 0, 13, dtype=torch.float64)[:, None]
+    plain, tail = short_conv(**args, activation="silu", backend="reference")
+    for mode in (torch.no_grad, torch.enable_grad):  # a single token without gradients has a path of its own
+        with mode():
+            (unit, rest), new = short_conv(**args, activation="silu", vectors=vectors, backend=backend)
+        assert torch.equal(new, tail)
+        close(rest, plain[..., vectors.channels :], BOUND)
+        assert unit.shape == (2, tokens, vectors.per_head, vectors.heads, vectors.dim)
+        for n in range(vectors.per_head):
+            for head in range(vectors.heads):
+                first = (n * vectors.heads + head) * vectors.dim
+                vector = plain[..., first : first + vectors.dim]
+                square = (vector**2).sum(-1, keepdim=True)
+                size = (square + vectors.eps).sqrt() if vectors.eps else square.sqrt().clamp(min=1e-6)
+                close(unit[:, :, n, head], vector / size, BOUND)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vectors", VECTORS, ids=str)
+def test_gradcheck_of_vectors(vectors: Vectors, backend: str) -> None:
+    args = make_inputs(batch=1, tokens=3, channels=13)
+    leaves = [args[name].requires_grad_() for name in ("x", "weight", "tail")]
+
+    def of(*tensors: Tensor) -> tuple[Tensor, ...]:
+        y, tail = short_conv(*tensors, activation="silu", vectors=vectors, backend=backend)
+        return *y, tail
+
+    assert torch.autograd.gradcheck(of, leaves, **GRADCHECK)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vectors_are_float32_or_wider(backend: str) -> None:
+    args = make_inputs(channels=13, tokens=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        (unit, rest), tail = short_conv(**args, vectors=VECTORS[0], backend=backend)
+    assert (unit.dtype, rest.dtype, tail.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    close(unit.norm(dim=-1), torch.ones(2, 1, 2, 2), OP[torch.float32])
+
+
+def test_refuses_more_vectors_than_channels() -> None:
+    for vectors in (Vectors(heads=3, dim=3), Vectors(heads=0, dim=3)):
+        with pytest.raises(ValueError, match=r"vectors: expected 1 to 13 = D channels, got Vectors\(heads="):
+            short_conv(**make_inputs(channels=13), vectors=vectors)
 
 
 def test_without_a_tail_starts_from_zeros() -> None:

@@ -36,7 +36,7 @@ from memzoo.kernels.short_conv import short_conv
 
 pytest.importorskip("triton")
 LAUNCHES = {
-    "titans-lmm-e1": 18,
+    "titans-lmm-e1": 12,
     "titans-mag-e1": 36,
     "atlas-lmm-e1": 45,
     "titans-lmm-e16": 18,

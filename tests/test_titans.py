@@ -166,7 +166,7 @@ def test_the_step_size_follows_a_chunk_size_changed_at_loading(tmp_path: Path) -
     for given, expected in ((None, 4 / 32), (0.3, 0.3)):
         zoo.build("titans-lmm-e1", max_step_size=given, chunk_size=64).save_pretrained(tmp_path)
         model = TitansForCausalLM.from_pretrained(tmp_path, chunk_size=32)
-        assert model.model.layers[0].mixer.memory.max_step_size == expected
+        assert model.model.layers[0].mixer.memory.gates.kinds[0].scale == expected
 
 
 def test_refuses_values_of_another_type() -> None:

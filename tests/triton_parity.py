@@ -23,6 +23,9 @@ from memzoo.kernels import short_conv as conv
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
 from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.gates import Decay, Gate, gates
+from memzoo.kernels.gates import make_inputs as gate_inputs
+from memzoo.kernels.gates import triton as gates_triton
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.linear_attention import triton as linear_triton
 from memzoo.kernels.newton_schulz import newton_schulz
@@ -31,6 +34,7 @@ from memzoo.kernels.norm_gate import make_inputs as norm_inputs
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.norm_gate import triton as norm_triton
 from memzoo.kernels.short_conv import short_conv
+from memzoo.kernels.short_conv import triton as conv_triton
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +82,39 @@ def agree(rule: Callable, args: dict[str, Any], dtype: torch.dtype, **options: A
 def test_short_conv(tokens: int, width: int, activation: str | None, dtype: torch.dtype) -> None:
     args = conv.make_inputs(batch=3, tokens=tokens, channels=20, width=width)
     agree(short_conv, args, dtype, activation=activation)
+
+
+@dtypes
+@pytest.mark.parametrize("vectors", [conv.Vectors(3, 5), conv.Vectors(2, 20, 1, 1e-3)], ids=str)
+@pytest.mark.parametrize(("tokens", "activation"), [(1, "silu"), (37, "silu"), (5, None)])
+def test_short_conv_with_vectors(
+    tokens: int, activation: str | None, vectors: conv.Vectors, dtype: torch.dtype
+) -> None:
+    args = conv.make_inputs(batch=2, tokens=tokens, channels=47)
+    args["x"][0], args["tail"][0, 1:] = 0, 0  # some vectors are 0
+
+    def rule(**given: Any) -> tuple[Tensor, Tensor]:
+        (unit, y), tail = short_conv(**given, vectors=vectors)
+        return torch.cat([unit.flatten(2), y], dim=-1), tail
+
+    agree(rule, args, dtype, activation=activation)
+
+
+def test_short_conv_as_torch_sees_it() -> None:
+    args = conv.make_inputs(channels=13, dtype=torch.float32)
+    form = True, 2, 3, 2, 0.0
+    given = *args.values(), *form
+    unit, y = conv_triton._convolution(*given)
+    one = args["x"][:, :1], args["weight"], args["tail"], *form
+    for operator, inputs in (
+        (conv_triton._convolution, given),
+        (conv_triton._gradient, (unit, y, *given)),
+        (conv_triton._step, one),
+    ):
+        found = torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    with pytest.raises(ValueError, match="holds vectors of up to 2048 on chip, got 2049"):
+        short_conv(torch.ones(1, 1, 2049), torch.ones(2049, 4), vectors=conv.Vectors(1, 2049, 1), backend="triton")
 
 
 def test_short_conv_of_strided_and_ragged_rows() -> None:
@@ -383,6 +420,62 @@ def test_newton_schulz_as_torch_sees_it() -> None:
         assert set(found.values()) == {"SUCCESS"}
     with pytest.raises(ValueError, match="Gram matrix of a narrower side of up to 64 on chip, got 65"):
         newton_schulz(torch.ones(65, 70), backend="triton")
+
+
+GATES: dict[str, tuple[tuple[Gate, ...], dict[str, Any]]] = {
+    "one": ((Gate("share"),), {"tokens": 1, "heads": 1}),
+    "titans": ((Gate("share", 0.1), Gate("log_share"), Gate("log_rest")), {"tokens": 37, "heads": 5}),
+    "window": ((Gate("share", 0.5), Gate("log_rest"), Gate("share", 0.25, lags=4)), {"tokens": 3, "heads": 20}),
+    "decay": ((Gate("share", 2.0),), {"tokens": 19, "heads": 3, "decay": True}),
+    "heads": ((Gate("log_rest"), Gate("share", lags=1)), {"batch": 1, "tokens": 4, "heads": 300, "decay": True}),
+}
+
+
+def gate_results(args: dict[str, Any], backend: str) -> list[Tensor]:
+    """Every gate, and the gradient of every tensor among the arguments."""
+    tensors = [args["logits"], *(args["decay"] or ())]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    found = gates(leaves[0], args["kinds"], Decay(*leaves[1:]) if args["decay"] else None, backend=backend)
+    weights = [torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y) for y in found]
+    loss = sum((y * w).sum() for y, w in zip(found, weights, strict=True))
+    assert all(y.is_contiguous() for y in found) or backend != "triton"
+    return [*found, *torch.autograd.grad(loss, leaves)]
+
+
+@dtypes
+@pytest.mark.parametrize("case", GATES)
+def test_gates(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of logits so large that only the difference from 1 or 0 tells them apart."""
+    monkeypatch.setattr(gates_triton, "TILE", 256)
+    kinds, sizes = GATES[case]
+    args = gate_inputs(*kinds, **sizes)
+    args["logits"][:, ::2] *= 4
+    narrow = {
+        "logits": args["logits"].to(dtype),
+        "kinds": kinds,
+        "decay": args["decay"] and Decay(*(x.to(dtype) for x in args["decay"])),
+    }
+    exact = {**narrow, "logits": narrow["logits"].double()}
+    exact["decay"] = narrow["decay"] and Decay(*(x.double() for x in narrow["decay"]))
+    count = len(kinds) + sizes.get("decay", False)
+    pairs = zip(gate_results(narrow, "triton"), gate_results(exact, "reference"), strict=True)
+    for n, (got, want) in enumerate(pairs):
+        close(got.double(), want, OP[torch.float32 if n < count else dtype])
+        if n < count:  # each number by itself, though some are a millionth of others
+            close(got.double() / want, torch.ones_like(want), OP[torch.float32])
+
+
+def test_gates_as_torch_sees_them() -> None:
+    args = gate_inputs(Gate("share", 0.5), Gate("log_rest", lags=2), decay=True, dtype=torch.float32)
+    each = [0, 2], [0.5, 1.0], [1, 2]
+    for decay in (args["decay"], (None, None, None)):
+        given = args["logits"], *decay, *each
+        for operator, inputs in (
+            (gates_triton._gates, given),
+            (gates_triton._gradient, (gates_triton._gates(*given), *given)),
+        ):
+            found = torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+            assert set(found.values()) == {"SUCCESS"}
 
 
 NORM_GATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,21 +10,46 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.blocked import blocked
-from memzoo.kernels.short_conv import ACTIVATION, new_tail
+from memzoo.kernels.short_conv import ACTIVATION, Vectors, new_tail
+from memzoo.kernels.unit_length import length, unit_length, widened
 
 
 def short_conv(
-    x: Tensor, weight: Tensor, tail: Tensor, lengths: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    weight: Tensor,
+    tail: Tensor,
+    lengths: Tensor | None,
+    activation: str | None,
+    vectors: Vectors | None,
+) -> tuple[Any, Tensor]:
     """See `memzoo.kernels.short_conv.short_conv`."""
-    if x.shape[1] == 1 and lengths is None:
-        window = torch.cat([tail, x], dim=1)
-        return ACTIVATION[activation]((window * weight.mT).sum(1, keepdim=True)), window[:, 1:]
+    if x.shape[1] == 1 and lengths is None and not torch.is_grad_enabled():
+        return _step(x, weight, tail, activation, vectors)
     y = blocked(partial(_convolved, activation=activation), x, params=[weight], before=tail)
-    return y, new_tail(x, tail, lengths)
+    tail = new_tail(x, tail, lengths)
+    if vectors is None:
+        return y, tail
+    first, rest = y.split([vectors.channels, y.shape[2] - vectors.channels], dim=-1)
+    return (unit_length(first.unflatten(-1, (-1, vectors.heads, vectors.dim)), vectors.eps), rest), tail
+
+
+def _step(
+    x: Tensor, weight: Tensor, tail: Tensor, activation: str | None, vectors: Vectors | None
+) -> tuple[Any, Tensor]:
+    """One token, in as few calls as there are: at their size it is these that take the time."""
+    window = torch.cat([tail, x], dim=1)
+    y, tail = (window * weight.mT).sum(1, keepdim=True), window[:, 1:]
+    if activation == "silu":
+        F.silu(y, inplace=True)
+    if vectors is None:
+        return y, tail
+    heads, dim, per_head, eps = vectors
+    vector = widened(y[..., : per_head * heads * dim]).view(-1, 1, per_head, heads, dim)
+    return (vector.div_(length(vector, eps)), y[..., per_head * heads * dim :]), tail
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:

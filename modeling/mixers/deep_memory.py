@@ -14,10 +14,12 @@ from transformers import initialization as init
 
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, deep_memory, initial_state
 from memzoo.kernels.deep_memory.retrieval import retrieve
+from memzoo.kernels.gates import Gate, gates
 from memzoo.kernels.registry import cast
-from memzoo.kernels.short_conv import short_conv
+from memzoo.kernels.short_conv import Vectors, short_conv
+from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
-from memzoo.modeling.mixers.features import feature_map, unit_length, widened
+from memzoo.modeling.mixers.features import feature_map
 
 
 class MemoryState(NamedTuple):
@@ -30,38 +32,47 @@ class MemoryState(NamedTuple):
 
 
 class ShortConv(nn.Module):
-    """A causal depthwise convolution with SiLU; see `memzoo.kernels.short_conv`."""
+    """A causal depthwise convolution with SiLU; see `memzoo.kernels.short_conv`, also for its first channels as
+    `vectors`."""
 
-    def __init__(self, channels: int, width: int, backend: str) -> None:
+    def __init__(self, channels: int, width: int, backend: str, vectors: Vectors | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
-        self.backend = backend
+        self.backend, self.vectors = backend, vectors
 
     def init_weights(self) -> None:
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
         return self.apply_with(self.weight, x, tail, lengths)
 
-    def apply_with(
-        self, weight: Tensor, x: Tensor, tail: Tensor | None, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def apply_with(self, weight: Tensor, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
         """The same with a given weight, and no module call, for what a backward recomputes."""
-        return short_conv(x, cast(weight, x.dtype), tail, activation="silu", lengths=lengths, backend=self.backend)
+        return short_conv(
+            *(x, cast(weight, x.dtype), None if tail is None else cast(tail, x.dtype)),
+            activation="silu",
+            vectors=self.vectors,
+            lengths=lengths,
+            backend=self.backend,
+        )
 
 
 class InnerGates(nn.Linear):
-    """Logits of one number per head and token for each of several gates: a retention, a momentum, a step size.
+    """One number per head and token for each of several gates: a retention, a momentum, a step size.
 
     Args:
         width: model width.
         heads: heads.
-        ranges: for each gate the range of its initial `sigmoid(bias)`, log-uniform over the heads.
+        kinds: what each gate is of its logits; see `memzoo.kernels.gates`.
+        ranges: for each logit the range of its initial `sigmoid(bias)`, log-uniform over the heads.
+        backend: of the kernel.
     """
 
-    def __init__(self, width: int, heads: int, ranges: Sequence[tuple[float, float]]) -> None:
-        self.heads, self.ranges = heads, ranges
+    def __init__(
+        self, width: int, heads: int, kinds: Sequence[Gate], ranges: Sequence[tuple[float, float]], backend: str
+    ) -> None:
+        self.heads, self.kinds, self.ranges, self.backend = heads, tuple(kinds), ranges, backend
         super().__init__(width, heads * len(ranges), bias=True)
 
     def init_weights(self) -> None:
@@ -69,13 +80,9 @@ class InnerGates(nn.Linear):
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
     def each(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[B, T, D]` to a `[B, T, H]` per gate."""
-        return self.stacked(x).unbind(-2)
-
-    def stacked(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, G, H]` for G gates, in float32 or wider: a retention near 1 has no bfloat16 neighbours
-        worth having. (`forward` is the linear layer's, as adapters expect of one.)"""
-        return widened(self(x)).unflatten(-1, (-1, self.heads))
+        """`[B, T, D]` to each gate, `[B, T, H]` or with lags `[B, T, H, c]`. (`forward` is the linear layer's, as
+        adapters expect of one.)"""
+        return gates(self(x), self.kinds, backend=self.backend)
 
 
 class InitialWeights(nn.Module):
@@ -132,21 +139,23 @@ class DeepMemory(nn.Module):
         self.muon = Muon(config.newton_schulz_steps, config.muon_every) if config.use_muon else None
         self.activation = config.memory_activation
         self.residual = config.memory_residual
-        self.max_step_size = config.step_limit
         self.max_gradient_norm = math.inf if config.max_gradient_norm is None else config.max_gradient_norm
         self.backend = config.kernel_backend
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.use_retention, self.use_momentum = config.use_retention, config.use_momentum
         self.qkv_proj = nn.Linear(width, 3 * inner, bias=False)
-        self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend)
-        ranges = [(0.12, 0.12)]  # the step size
+        self.conv = ShortConv(3 * inner, config.conv_width, config.kernel_backend, Vectors(heads, head_dim))
+        kinds, ranges = [Gate("share", config.step_limit)], [(0.12, 0.12)]
         if self.use_momentum:
+            kinds.append(Gate("log_share"))
             ranges.append((0.5, 0.5))
         if self.use_retention:
+            kinds.append(Gate("log_rest"))
             ranges.append((1e-3, 1e-1))
-        if self.window > 1:
+        if self.window > 1:  # a step is a mean over the window and no longer than that of one token
+            kinds.append(Gate("share", 1 / self.window, self.window))
             ranges += [(0.88, 0.88), *[(0.5, 0.5)] * (self.window - 1)]
-        self.gates = InnerGates(width, heads, ranges)
+        self.gates = InnerGates(width, heads, kinds, ranges, config.kernel_backend)
         self.features = feature_map(config)
         self.initial_weights = InitialWeights(
             heads, [self.features.width, *hidden, head_dim], gated=config.memory == "gated_mlp"
@@ -226,20 +235,21 @@ class DeepMemory(nn.Module):
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
     ) -> tuple[Tensor, MemoryState]:
         projected = self.qkv_proj(x)
-        streams, tail = self.conv(projected, cast(state.conv_tail, projected.dtype), lengths)
-        streams = streams.unflatten(-1, (3, self.heads, -1))
-        (q, k), v = self.features(unit_length(streams[:, :, :2])).unbind(2), streams[:, :, 2]
-        step_size, *gates = self.gates.each(x)
+        (qk, v), tail = self.conv(projected, state.conv_tail, lengths)
+        q, k = self.features(qk).unbind(2)
+        step_size, *others = self.gates.each(x)
+        log_momentum = others.pop(0) if self.use_momentum else None
+        log_retention = others.pop(0) if self.use_retention else None
         output, memory = deep_memory(
             q,
             k,
-            v,
-            F.logsigmoid(-gates[1 if self.use_momentum else 0]) if self.use_retention else None,
-            F.logsigmoid(gates[0]) if self.use_momentum else None,
-            self.max_step_size * torch.sigmoid(step_size),
+            v.unflatten(-1, (self.heads, -1)),
+            log_retention,
+            log_momentum,
+            step_size,
             state.memory,
             chunk_size=chunk_size,
-            window_gate=None if self.window == 1 else self._window_gate(gates[-self.window :]),
+            window_gate=others[0] if others else None,
             activation=self.activation,
             residual=self.residual,
             objective=self.objective,
@@ -249,8 +259,4 @@ class DeepMemory(nn.Module):
             lengths=lengths,
             backend=self.backend,
         )
-        return cast(output.flatten(2), streams.dtype), MemoryState(tail, memory)
-
-    def _window_gate(self, logits: Sequence[Tensor]) -> Tensor:
-        """`[B, L, H, c]`, over c, so that a step is a mean over the window and no longer than that of one token."""
-        return torch.sigmoid(torch.stack(logits, dim=-1)) / self.window  # type: ignore[arg-type]
+        return cast(output.flatten(2), v.dtype), MemoryState(tail, memory)

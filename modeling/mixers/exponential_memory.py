@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memzoo.kernels import deep_exponential_memory, exponential_memory
+from memzoo.kernels.gates import Gate
 from memzoo.kernels.registry import cast
 from memzoo.kernels.scan import scan, split
+from memzoo.kernels.short_conv import Vectors
+from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer
 from memzoo.modeling.mixers.deep_memory import InitialWeights, InnerGates, MemoryState, ShortConv
-from memzoo.modeling.mixers.features import unit_length
 from memzoo.modeling.mixers.matrix_memory import mixer_of
 from memzoo.modeling.mixers.wirings import WIRINGS
 
@@ -34,9 +36,8 @@ class ExponentialMemory(nn.Module):
 
     segment = 512
     """Tokens of a piece between the projections, which the backward computes again."""
-    max_step_size = 1.0
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, max_step_size: float = 1.0) -> None:
         super().__init__()
         self.heads, self.key_dim, self.value_dim = config.memory_heads, config.key_head_dim, config.value_head_dim
         self.lags, self.objective, self.normalizer = config.window, config.objective, config.normalizer
@@ -45,11 +46,13 @@ class ExponentialMemory(nn.Module):
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.widths = [self.heads * width for width in (self.key_dim, self.key_dim, self.value_dim)]
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
-        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend)
-        ranges = [(0.5, 0.5)] * self.lags
+        unit = Vectors(self.heads, self.key_dim)
+        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend, unit)
+        kinds, ranges = [Gate("share", max_step_size / self.lags, self.lags)], [(0.5, 0.5)] * self.lags
         if config.use_retention:
+            kinds.append(Gate("log_rest"))
             ranges.append((1e-3, 1e-1))
-        self.gates = InnerGates(config.hidden_size, self.heads, ranges)
+        self.gates = InnerGates(config.hidden_size, self.heads, kinds, ranges, config.kernel_backend)
 
     def forward(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, room: int | None = None
@@ -144,19 +147,18 @@ class ExponentialMemory(nn.Module):
         conv_weight: Tensor,
         lengths: Tensor | None,
         projected: Tensor,
-        *logits: Tensor,
+        step_size: Tensor,
+        log_retention: Tensor | None = None,
     ) -> tuple[Tensor, MemoryState]:
         dtype = projected.dtype
-        projected, tail = self.conv.apply_with(conv_weight, projected, cast(state.conv_tail, dtype), lengths)
-        qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
-        q, k = unit_length(qk.unflatten(-1, (2, self.heads, -1))).unbind(2)
-        steps, forget = logits[: self.lags], logits[self.lags :]
+        (qk, v), tail = self.conv.apply_with(conv_weight, projected, state.conv_tail, lengths)
+        q, k = qk.unbind(2)
         y, memory = self._memorize(
             q,
             k,
             self._opened(v.unflatten(-1, (self.heads, -1)), state.memory.position, schedule),
-            F.logsigmoid(-forget[0]) if forget else None,
-            torch.sigmoid(torch.stack(steps, dim=-1)) * (self.max_step_size / self.lags),
+            log_retention,
+            step_size,
             state.memory,
             lengths,
             grows,
@@ -185,8 +187,8 @@ class DeepExponentialMemory(ExponentialMemory):
     segment = 32  # a token's graph holds what is written at every key
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
-        self.max_step_size, self.max_gradient_norm = config.max_step_size, config.max_gradient_norm
+        super().__init__(config, config.max_step_size)
+        self.max_gradient_norm = config.max_gradient_norm
         widths = [self.key_dim, config.memory_expansion * self.key_dim, self.value_dim]
         self.initial_weights = InitialWeights(self.heads, widths, gated=False)
 

@@ -8,56 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from memzoo.kernels.blocked import blocked
-from memzoo.kernels.registry import cast
-
-
-def unit_length(x: Tensor, eps: float = 0.0) -> Tensor:
-    """`x / max(|x|, 1e-6)`, or `x / sqrt(|x|^2 + eps)`, over the last dimension, in float32 or wider (float16 has no
-    1e-6)."""
-    return blocked(partial(_unit_length, eps=eps), x)
-
-
-def _unit_length(x: Tensor, eps: float) -> Tensor:
-    x = widened(x)
-    if eps:
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-    return _Unit.apply(x) if torch.is_grad_enabled() and x.requires_grad else x / _length(x)
-
-
-def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)
-
-
-class _Unit(torch.autograd.Function):
-    """`y = x / max(|x|, 1e-6)`; `dx = (dy - y (y . dy)) / |x|`, a third of the passes of autograd's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        norm = _length(x)
-        y = x / norm
-        ctx.save_for_backward(y, norm)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> Tensor:
-        y, norm = ctx.saved_tensors
-        along = (y * d_y).sum(-1, keepdim=True)
-        return torch.addcmul(d_y, y, torch.where(norm > 1e-6, along, 0), value=-1).div_(norm)
-
-
-def widened(x: Tensor) -> Tensor:
-    """`x` in float32 or wider."""
-    return cast(x, torch.promote_types(x.dtype, torch.float32))
+from memzoo.kernels.unit_length import unit_length
 
 
 class FeatureMap(nn.Module):

@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from memzoo.kernels.registry import as_given, cast, may_hold
-from memzoo.kernels.short_conv import short_conv
+from memzoo.kernels.short_conv import Vectors, short_conv
 from memzoo.kernels.slot_table import (
     Event,
     Found,
@@ -51,8 +51,8 @@ from memzoo.kernels.slot_table import (
     weigh,
     write,
 )
+from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.decoder import MemoryBlock, Mixer, Step
-from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.norms import RMSNorm
 from memzoo.modeling.parts import placed
 
@@ -139,7 +139,7 @@ def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Projections(nn.Module):
-    """`q, k, v = conv(x W_qkv)`, a causal depthwise convolution without an activation.
+    """`q, k, v = conv(x W_qkv)`, a causal depthwise convolution without an activation, and q of unit length.
 
     Args:
         config: a `MemoryManagedConfig`.
@@ -164,9 +164,10 @@ class Projections(nn.Module):
     def forward(self, x: Tensor, step: Step, tail: Tensor) -> tuple[QKV, Tensor]:
         projected = widened(self.qkv_proj(x))  # sums that decisions hang on, in whatever cut
         weight, tail = cast(self.conv_weight, projected.dtype), cast(tail, projected.dtype)
-        y, tail = short_conv(projected, weight, tail, lengths=step.lengths, backend=self.backend)
-        q, k, v = y.chunk(3, dim=-1)
-        return QKV(unit_length(q), k, v), tail
+        unit = Vectors(heads=1, dim=self.width, per_head=1)
+        (q, kv), tail = short_conv(projected, weight, tail, vectors=unit, lengths=step.lengths, backend=self.backend)
+        k, v = kv.chunk(2, dim=-1)
+        return QKV(q[:, :, 0, 0], k, v), tail
 
 
 class WriteController(nn.Module):

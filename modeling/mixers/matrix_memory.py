@@ -20,16 +20,17 @@ from transformers import initialization as init
 from transformers.models.llama.modeling_llama import rotate_half
 
 from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import cast, constant
 from memzoo.kernels.scan import scan, split
-from memzoo.kernels.short_conv import new_tail
+from memzoo.kernels.short_conv import Vectors, new_tail
+from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv
-from memzoo.modeling.mixers.features import unit_length, widened
 
 SEGMENT = 512
 """Tokens of a piece between the projections; a multiple of the rules' chunk."""
@@ -71,12 +72,18 @@ class MatrixMemory(Mixer):
         self.backend, self.axis = config.kernel_backend, config.capacity_axis
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
-        self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend) if self.has_conv else None
+        self.conv = None
+        if self.has_conv:
+            self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend, self.unit_vectors(config))
         self.norm, self.eps = FusedRMSNorm(self.value_dim, eps=config.rms_norm_eps), config.rms_norm_eps
         self.gating = None if config.output_gate is None else gating(config, config.output_gate)
         if self.gating is not None:
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
         self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
+
+    def unit_vectors(self, config: PreTrainedConfig) -> Vectors | None:
+        """Queries and keys, if the convolution is to scale them to unit length."""
+        return Vectors(self.heads, self.key_dim, eps=getattr(config, "unit_eps", 0.0))
 
     def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
         """What the rule takes from `x` `[B, L, D]` besides queries, keys and values, each `[B, L, ...]`."""
@@ -88,7 +95,8 @@ class MatrixMemory(Mixer):
         """Read-outs `[B, L, H, V]` and the state with its new memory (and `keys` and `values`).
 
         Args:
-            qk: queries and keys, neither normalised nor scaled, `[B, L, 2, H, K]`: what both undergo, they do at once.
+            qk: queries and keys, not scaled but to unit length where they are `unit_vectors`, `[B, L, 2, H, K]`: what
+                both undergo, they do at once.
             v: values, `[B, L, H, V]`.
             controls: what `controls` gave.
         """
@@ -117,12 +125,15 @@ class MatrixMemory(Mixer):
     ) -> tuple[Tensor, MatrixState]:
         """All between the projections, `[B, L, H V]`, with the `weights` of the convolution and the norm."""
         dtype = projected.dtype
+        qkv: Any = projected
         if self.conv is not None and weights[0] is not None:
-            projected, tail = self.conv.apply_with(weights[0], projected, cast(state.conv_tail, dtype), step.lengths)
+            qkv, tail = self.conv.apply_with(weights[0], projected, state.conv_tail, step.lengths)
             state = state._replace(conv_tail=tail)
-        qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
-        qk, v = qk.unflatten(-1, (2, self.heads, -1)), v.unflatten(-1, (self.heads, -1))
-        y, state = self.memorize(qk, v, controls, step, state)
+        if self.conv is None or self.conv.vectors is None:
+            qkv = qkv.split([2 * self.widths[0], self.widths[2]], dim=-1)
+            qkv = qkv[0].unflatten(-1, (2, self.heads, -1)), qkv[1]
+        qk, v = qkv
+        y, state = self.memorize(qk, v.unflatten(-1, (self.heads, -1)), controls, step, state)
         y = cast(y, weights[1].dtype)
         if gate is None or self.gating is None:
             y = F.rms_norm(y, (self.value_dim,), weights[1], self.eps).flatten(2)
@@ -180,7 +191,7 @@ def gating(config: PreTrainedConfig, activation: str) -> dict[str, Any]:
 
 
 class DecayGate(nn.Module):
-    """`log a = -exp(A) softplus(x W + b)`, a retention per head (Mamba-2, arXiv 2405.21060)."""
+    """`log a = -exp(A) softplus(x W + b)`, a retention per head (Mamba-2, arXiv 2405.21060), from what a call gives."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -194,9 +205,8 @@ class DecayGate(nn.Module):
         time = torch.linspace(math.log(1e-3), math.log(1e-1), heads).exp()
         init.copy_(self.time_bias, torch.log(torch.expm1(time)).to(self.time_bias))  # softplus of it is `time`
 
-    def forward(self, x: Tensor) -> Tensor:
-        logit = widened(self.proj(x))
-        return -cast(self.log_rate, logit.dtype).exp() * F.softplus(logit + self.time_bias)
+    def forward(self, x: Tensor) -> Decay:
+        return Decay(self.proj(x), self.log_rate, self.time_bias)
 
 
 class Retention(MatrixMemory):
@@ -250,19 +260,20 @@ class SlidingWindowLinear(MatrixMemory):
         self.window = config.window
         super().__init__(config, layer_idx)
         ranges = [(1e-3, 1e-1), (0.5, 0.5), *[(0.12, 0.12)] * (self.window - 1)]
-        self.gates = InnerGates(config.hidden_size, self.heads, ranges)
+        kinds = Gate("log_rest"), Gate("share", lags=self.window)
+        self.gates = InnerGates(config.hidden_size, self.heads, kinds, ranges, config.kernel_backend)
 
     def controls(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Logits of forgetting, `[B, L, H]`, and of the strength at each lag, `[B, L, c, H]`."""
-        logits = self.gates.stacked(x)
-        return logits[:, :, 0], logits[:, :, 1:]
+        """The log of the retention, `[B, L, H]`, and the strength at each lag, `[B, L, c, H]`."""
+        log_retention, strengths = self.gates.each(x)
+        return log_retention, strengths.mT
 
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        log_retention = F.logsigmoid(-controls[0])
-        q, k = unit_length(qk).unbind(2)
-        gates = torch.sigmoid(controls[1])[..., None]
+        log_retention = controls[0]
+        q, k = qk.unbind(2)
+        gates = controls[1][..., None]
         if (is_open := self.is_open(step, v.shape[1])) is not None:
             # The current token's open blocks hold for every key that it writes, earlier ones included.
             gates = gates * is_open[:, :, None].to(gates.dtype)
@@ -325,32 +336,33 @@ class Delta(MatrixMemory):
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.strength_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
-        self.unit = partial(unit_length, eps=config.unit_eps)
-        self.max_strength = 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0
+        self.kinds = (Gate("share", 2.0 if getattr(config, "allow_negative_eigenvalues", False) else 1.0),)
 
     def addresses(self, qk: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Where to read, write and erase (`None`: where it writes)."""
-        q, k = self.unit(qk).unbind(2)
+        q, k = qk.unbind(2)
         return q, k, None
 
-    def log_retention(self, x: Tensor) -> Tensor | None:
+    def log_retention(self, x: Tensor) -> Decay | None:
+        """The log of the retention, before it is computed."""
         return None
 
     def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """Logits of the strength, the log of the retention, and what `addresses` takes."""
-        return self.strength_proj(x), self.log_retention(x)
+        """The strength, the log of the retention, and what `addresses` takes."""
+        strength, *log_retention = gates(self.strength_proj(x), self.kinds, self.log_retention(x), backend=self.backend)
+        return strength, log_retention[0] if log_retention else None
 
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        logit, log_retention, *others = controls
+        strength, log_retention, *others = controls
         q, k, p = self.addresses(qk, *others)
         (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
         y, memory = delta_rule(
             q * self.scaling,
             k,
             v,
-            self.max_strength * torch.sigmoid(cast(logit, state.memory.dtype)),
+            strength,
             log_retention,
             state.memory,
             erase_key=rest[0] if rest else None,
@@ -370,7 +382,7 @@ class GatedDelta(Delta):
         super().__init__(config, layer_idx)
         self.decay = DecayGate(config.hidden_size, self.heads)
 
-    def log_retention(self, x: Tensor) -> Tensor:
+    def log_retention(self, x: Tensor) -> Decay:
         return self.decay(x)
 
 
@@ -379,12 +391,15 @@ class CombaMemory(Delta):
     corrected query; see `CombaConfig` for the two variants of `p` and the query."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        self.is_paper, self.initial_correction = config.variant == "paper", config.correction
         super().__init__(config, layer_idx)
         self.decay = DecayGate(config.hidden_size, self.heads)
-        self.is_paper, self.initial_correction = config.variant == "paper", config.correction
         self.unit_eps = config.unit_eps
         self.erase_logit = nn.Parameter(torch.empty(self.heads))
         self.correction = nn.Parameter(torch.empty(self.heads))
+
+    def unit_vectors(self, config: PreTrainedConfig) -> Vectors | None:
+        return super().unit_vectors(config) if self.is_paper else None
 
     def init_weights(self) -> None:
         init.ones_(self.erase_logit)
@@ -396,15 +411,15 @@ class CombaMemory(Delta):
 
     def addresses(self, qk: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         erase, correction = (a[..., None] for a in controls)
-        if self.is_paper:
-            q, k = self.unit(qk).unbind(2)
-            return q - correction * k, k, erase * k
         q, k = qk.unbind(2)
+        if self.is_paper:
+            return torch.addcmul(q, correction, k, value=-1), k, erase * k
         erased = erase * k
+        unit = partial(unit_length, eps=self.unit_eps)
         # Without an epsilon a unit vector does not see the factor.
-        return self.unit(q - correction * erased), self.unit(k), self.unit(erased) if self.unit_eps > 0 else None
+        return unit(torch.addcmul(q, correction, erased, value=-1)), unit(k), unit(erased) if self.unit_eps else None
 
-    def log_retention(self, x: Tensor) -> Tensor:
+    def log_retention(self, x: Tensor) -> Decay:
         return self.decay(x)
 
 

@@ -20,9 +20,9 @@ from memzoo.kernels.deep_memory.activations import ACTIVATION
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.registry import cast
+from memzoo.kernels.unit_length import unit_length, widened
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.deep_memory import ShortConv
-from memzoo.modeling.mixers.features import unit_length, widened
 from memzoo.modeling.mixers.wirings import MemoryOutput
 from memzoo.modeling.parts import joined, parts_of
 
@@ -87,7 +87,7 @@ class SelfModifying(Mixer):
     def forward(self, x: Tensor, step: Step, state: SelfModifyingState | None) -> tuple[Tensor, SelfModifyingState]:
         if state is None:
             state = self._begin(x)
-        streams, tail = self.conv(self.in_proj(x), cast(state.conv_tail, x.dtype), step.lengths)
+        streams, tail = self.conv(self.in_proj(x), state.conv_tail, step.lengths)
         u, *q = widened(streams).unflatten(-1, (self.streams, self.heads, -1)).unbind(2)
         parts, outputs = list(parts_of(step, x.shape[1], self.chunk_size)), []
         now, anchor = state.now, state.anchor
