@@ -149,6 +149,31 @@ def test_retention_at_its_limits(op: str, options: dict[str, Any]) -> None:
         close(got, want, BOUND)
 
 
+@cases
+def test_no_matrix_product_meets_subnormal_numbers(op: str, options: dict[str, Any]) -> None:
+    """They would make it many times as slow on a CPU, where gates forget fast."""
+    rule, args = case(op, 256, **options)
+    leaves = {n: x.float().requires_grad_() for n, x in args.items() if isinstance(x, Tensor)}
+    if "log_retention" in leaves:
+        leaves["log_retention"] = torch.full_like(leaves["log_retention"], -1.5).requires_grad_()
+    with Subnormal() as subnormal:
+        rule(**{**args, **leaves})[0].square().mean().backward()
+    assert subnormal.products > 0
+    assert subnormal.factors == 0
+
+
+class Subnormal(TorchDispatchMode):
+    """Counts matrix products and the subnormal numbers that they are given."""
+
+    products = factors = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.bmm.default:
+            self.products += 1
+            self.factors += sum(int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum()) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.slow
 @cases
 @backends

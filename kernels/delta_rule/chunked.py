@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memzoo.kernels.decay import without_dust
 from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunk_decays, chunks, unchunked
 from memzoo.kernels.registry import as_given
 from memzoo.kernels.scan import scan, split
@@ -104,7 +105,7 @@ def _inverse(system: Tensor) -> Tensor:
     inverse = torch.zeros_like(system)
     inverse[..., first, first] = upper = _inverse(system[..., first, first])
     inverse[..., last, last] = lower = _inverse(system[..., last, last])
-    inverse[..., last, first] = (lower @ system[..., last, first] @ upper).neg_()
+    inverse[..., last, first] = without_dust(without_dust(lower @ system[..., last, first]) @ upper).neg_()
     return inverse
 
 
@@ -114,7 +115,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, system: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         inverse = _inverse(system)
-        u, w = inverse @ a, inverse @ b
+        u, w = inverse @ a, without_dust(inverse @ b)
         ctx.save_for_backward(inverse, u, w)
         return u, w
 
