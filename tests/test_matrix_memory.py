@@ -361,6 +361,22 @@ def test_swla_is_its_equation(window: int, axis: str | None) -> None:
                 close(seen["y"][0, t, h], q[t, h] @ (memory * is_open), 1e-10)
 
 
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1", "swla-e1"])
+def test_the_norm_scales_the_read_outs(name: str, gate: str | None) -> None:
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    layer = mixer(name, rms_norm_eps=0.1, output_gate=gate)
+    seen: dict[str, Any] = {}
+    watch(layer, seen)
+    with torch.no_grad():
+        got, _ = layer(x, step(layer, 9), None)
+        y = seen["y"] * (1 if name == "swla-e1" else layer.key_dim**-0.5)
+        y = (y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * layer.norm.weight).flatten(2)
+        if gate is not None:
+            y = y * torch.nn.functional.silu(layer.gate_proj(x))
+        close(got, layer.o_proj(y), 1e-10)
+
+
 def test_retnet_is_its_equation() -> None:
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     layer = mixer("retnet-e1")
@@ -376,7 +392,7 @@ def test_retnet_is_its_equation() -> None:
         for h, gamma in enumerate((1 - 2**-5, 1 - 2**-6)):
             for t in range(9):
                 scores = (q[t, h] * k[: t + 1, h].conj()).real.sum(-1) * gamma ** (t - torch.arange(t + 1))
-                close(seen["y"][0, t, h], scores @ v[: t + 1, h] / layer.key_dim**0.5, 1e-5)  # transformers' angles
+                close(seen["y"][0, t, h], scores @ v[: t + 1, h], 1e-5)  # transformers' angles
 
 
 @pytest.mark.parametrize("variant", ["paper", "fla"])
@@ -412,7 +428,7 @@ def test_comba_and_gated_deltanet_are_their_equations(variant: str) -> None:
                         read = read / read.norm()
                     held = p @ memory * (keep[t, h] if name == "gated_deltanet-e1" else 1)
                     memory = keep[t, h] * memory + strength[t, h] * torch.outer(unit_k[t, h], v[t, h] - held)
-                    close(seen["y"][0, t, h], read @ memory / layer.key_dim**0.5, 1e-10)
+                    close(seen["y"][0, t, h], read @ memory, 1e-10)
 
 
 @pytest.mark.parametrize("axis", ["key", "value", "head"])
