@@ -30,15 +30,12 @@ def _step(
     query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One token, with rows and heads as one dimension and few torch calls, which bound it."""
-    batch, _, streams, heads, width = value.shape
+    batch, _, _, heads, width = value.shape
     rows, memory = batch * heads, state.flatten(0, 1)
     if log_retention is not None:
         memory = log_retention.exp().reshape(rows, 1, 1) * memory
-    if streams == 1:
-        memory = torch.addcmul(memory, key.reshape(rows, -1, 1), value.reshape(rows, 1, -1))
-    else:
-        k, v = (x[:, 0].transpose(1, 2).reshape(rows, streams, -1) for x in (key, value))
-        memory = torch.baddbmm(memory, k.mT, v)
+    for k, v in zip(key.unbind(2), value.unbind(2), strict=True):
+        memory = torch.addcmul(memory, k.reshape(rows, -1, 1), v.reshape(rows, 1, -1))
     y = torch.bmm(query.reshape(rows, 1, -1), memory)
     return y.view(batch, 1, heads, width), memory.view_as(state)
 

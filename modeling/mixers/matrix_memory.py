@@ -122,8 +122,9 @@ class MatrixMemory(Mixer):
         if self.conv is not None and weights[0] is not None:
             projected, tail = self.conv.apply_with(weights[0], projected, cast(state.conv_tail, dtype), step.lengths)
             state = state._replace(conv_tail=tail)
-        qk, v = projected.split([2 * self.widths[0], self.widths[2]], dim=-1)
-        qk, v = qk.unflatten(-1, (2, self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+        rows, tokens, _ = projected.shape
+        qk, v = projected.split_with_sizes((2 * self.widths[0], self.widths[2]), dim=-1)
+        qk, v = qk.view(rows, tokens, 2, self.heads, -1), v.view(rows, tokens, self.heads, -1)
         y, state = self.memorize(qk, v, controls, step, state)
         y = cast(y, weights[1].dtype)
         if gate is None or self.gating is None:
@@ -217,7 +218,7 @@ class Retention(MatrixMemory):
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         cos, sin = (x[:, :, None, None] for x in step.rotary[self.key_dim])
-        q, k = (qk * cos + rotate_half(qk) * sin).unbind(2)
+        q, k = torch.addcmul(qk * cos, rotate_half(qk), sin).unbind(2)
         (k,), v = self.opened(step, [k], v)
         log_retention = constant(self.log_retention, state.memory, state.memory.dtype)
         y, memory = linear_attention(
