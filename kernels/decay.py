@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def interval_products(log_gate: Tensor) -> Tensor:
     """`P(t, j) = prod_{n=j+1..t} gate_n` for `0 <= j <= t <= C`, else 0; `[..., C]` to `[..., 1 + C, 1 + C]`.
 
-    Sums of logs over each interval, never differences of running sums: exact for gates of 0 and 1.
+    Sums of logs over each interval, never differences of running sums: exact for gates of 0 and 1, and 0 where
+    `without_dust` says so.
     """
     return _Products.apply(log_gate)
+
+
+def without_dust(x: Tensor) -> Tensor:
+    """`x` with 0 for what is below the root of its dtype's smallest normal number (1e-19 in float32): that times another
+    such number is subnormal, and a CPU takes many times as long for a matrix product with subnormal numbers in it."""
+    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** 0.5)
 
 
 class _Products(torch.autograd.Function):
@@ -24,7 +32,7 @@ class _Products(torch.autograd.Function):
         sums = products[..., 1:, :]
         outside = torch.ones(size, 1 + size, dtype=torch.bool, device=log_gate.device).triu(1)  # n <= j, n = 1..C
         sums.copy_(log_gate[..., None]).masked_fill_(outside, 0)
-        products = products.cumsum_(-2).exp_().tril_()
+        products = without_dust(products.cumsum_(-2).exp_()).tril_()
         ctx.save_for_backward(products)
         return products
 

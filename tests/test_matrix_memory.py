@@ -149,6 +149,31 @@ def test_retention_at_its_limits(op: str, options: dict[str, Any]) -> None:
         close(got, want, BOUND)
 
 
+@cases
+def test_no_matrix_product_meets_subnormal_numbers(op: str, options: dict[str, Any]) -> None:
+    """They would make it many times as slow on a CPU, where gates forget fast."""
+    rule, args = case(op, 256, **options)
+    leaves = {n: x.float().requires_grad_() for n, x in args.items() if isinstance(x, Tensor)}
+    if "log_retention" in leaves:
+        leaves["log_retention"] = torch.full_like(leaves["log_retention"], -1.5).requires_grad_()
+    with Subnormal() as subnormal:
+        rule(**{**args, **leaves})[0].square().mean().backward()
+    assert subnormal.products > 0
+    assert subnormal.factors == 0
+
+
+class Subnormal(TorchDispatchMode):
+    """Counts matrix products and the subnormal numbers that they are given."""
+
+    products = factors = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.bmm.default:
+            self.products += 1
+            self.factors += sum(int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum()) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.slow
 @cases
 @backends
@@ -336,6 +361,22 @@ def test_swla_is_its_equation(window: int, axis: str | None) -> None:
                 close(seen["y"][0, t, h], q[t, h] @ (memory * is_open), 1e-10)
 
 
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1", "swla-e1"])
+def test_the_norm_scales_the_read_outs(name: str, gate: str | None) -> None:
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    layer = mixer(name, rms_norm_eps=0.1, output_gate=gate)
+    seen: dict[str, Any] = {}
+    watch(layer, seen)
+    with torch.no_grad():
+        got, _ = layer(x, step(layer, 9), None)
+        y = seen["y"] * (1 if name == "swla-e1" else layer.key_dim**-0.5)
+        y = (y / (y.square().mean(-1, keepdim=True) + 0.1).sqrt() * layer.norm.weight).flatten(2)
+        if gate is not None:
+            y = y * torch.nn.functional.silu(layer.gate_proj(x))
+        close(got, layer.o_proj(y), 1e-10)
+
+
 def test_retnet_is_its_equation() -> None:
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     layer = mixer("retnet-e1")
@@ -351,7 +392,7 @@ def test_retnet_is_its_equation() -> None:
         for h, gamma in enumerate((1 - 2**-5, 1 - 2**-6)):
             for t in range(9):
                 scores = (q[t, h] * k[: t + 1, h].conj()).real.sum(-1) * gamma ** (t - torch.arange(t + 1))
-                close(seen["y"][0, t, h], scores @ v[: t + 1, h] / layer.key_dim**0.5, 1e-5)  # transformers' angles
+                close(seen["y"][0, t, h], scores @ v[: t + 1, h], 1e-5)  # transformers' angles
 
 
 @pytest.mark.parametrize("variant", ["paper", "fla"])
@@ -387,7 +428,7 @@ def test_comba_and_gated_deltanet_are_their_equations(variant: str) -> None:
                         read = read / read.norm()
                     held = p @ memory * (keep[t, h] if name == "gated_deltanet-e1" else 1)
                     memory = keep[t, h] * memory + strength[t, h] * torch.outer(unit_k[t, h], v[t, h] - held)
-                    close(seen["y"][0, t, h], read @ memory / layer.key_dim**0.5, 1e-10)
+                    close(seen["y"][0, t, h], read @ memory, 1e-10)
 
 
 @pytest.mark.parametrize("axis", ["key", "value", "head"])

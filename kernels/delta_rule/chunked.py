@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memzoo.kernels.decay import without_dust
 from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunk_decays, chunks, unchunked
 from memzoo.kernels.registry import as_given
 from memzoo.kernels.scan import scan, split
@@ -51,15 +52,15 @@ def _step(
     erase_after_decay: bool,
 ) -> tuple[Tensor, Tensor]:
     """One token, with rows and heads as one dimension and few torch calls, which bound it."""
-    rows = query.shape[0] * query.shape[2]
-    q, k, v = (x.reshape(rows, 1, -1) for x in (query, key, value))
-    p = k if erase_key is None else erase_key.reshape(rows, 1, -1)
-    memory = decayed = state.reshape(rows, *state.shape[2:])
-    if log_retention is not None:
-        decayed = log_retention.exp().reshape(rows, 1, 1) * memory
-    delta = strength.reshape(rows, 1, 1) * (v - torch.bmm(p, decayed if erase_after_decay else memory))
-    memory = torch.baddbmm(decayed, k.mT, delta)
-    return torch.bmm(q, memory).reshape(value.shape), memory.view_as(state)
+    batch, _, heads, width = value.shape
+    rows, memory = batch * heads, state.flatten(0, 1)
+    p = key if erase_key is None else erase_key
+    decayed = memory if log_retention is None else log_retention.exp().reshape(rows, 1, 1) * memory
+    held = decayed if erase_after_decay else memory
+    missing = torch.baddbmm(value.reshape(rows, 1, -1), p.reshape(rows, 1, -1), held, alpha=-1)
+    memory = torch.addcmul(decayed, key.reshape(rows, -1, 1), strength.reshape(rows, 1, 1) * missing)
+    y = torch.bmm(query.reshape(rows, 1, -1), memory)
+    return y.view(batch, 1, heads, width), memory.view_as(state)
 
 
 def _segment(
@@ -104,7 +105,7 @@ def _inverse(system: Tensor) -> Tensor:
     inverse = torch.zeros_like(system)
     inverse[..., first, first] = upper = _inverse(system[..., first, first])
     inverse[..., last, last] = lower = _inverse(system[..., last, last])
-    inverse[..., last, first] = (lower @ system[..., last, first] @ upper).neg_()
+    inverse[..., last, first] = without_dust(without_dust(lower @ system[..., last, first]) @ upper).neg_()
     return inverse
 
 
@@ -114,7 +115,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, system: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         inverse = _inverse(system)
-        u, w = inverse @ a, inverse @ b
+        u, w = inverse @ a, without_dust(inverse @ b)
         ctx.save_for_backward(inverse, u, w)
         return u, w
 

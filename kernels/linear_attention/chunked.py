@@ -22,15 +22,22 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `memzoo.kernels.linear_attention.linear_attention`."""
     if query.shape[1] == 1:
-        rows, streams = query.shape[0] * query.shape[2], key.shape[2]
-        k, v = (x[:, 0].transpose(1, 2).reshape(rows, streams, -1) for x in (key, value))
-        memory = state.reshape(rows, *state.shape[2:])
-        if log_retention is not None:
-            memory = log_retention.exp().reshape(rows, 1, 1) * memory
-        memory = torch.baddbmm(memory, k.mT, v)
-        y = torch.bmm(query.reshape(rows, 1, -1), memory)
-        return y.reshape(*query.shape[:3], -1), memory.view_as(state)
+        return _step(query, key, value, log_retention, state)
     return scan(_segment, state, split((query, key, value, log_retention), SEGMENT))
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, log_retention: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token, with rows and heads as one dimension and few torch calls, which bound it."""
+    batch, _, _, heads, width = value.shape
+    rows, memory = batch * heads, state.flatten(0, 1)
+    if log_retention is not None:
+        memory = log_retention.exp().reshape(rows, 1, 1) * memory
+    for k, v in zip(key.unbind(2), value.unbind(2), strict=True):
+        memory = torch.addcmul(memory, k.reshape(rows, -1, 1), v.reshape(rows, 1, -1))
+    y = torch.bmm(query.reshape(rows, 1, -1), memory)
+    return y.view(batch, 1, heads, width), memory.view_as(state)
 
 
 def chunks(x: Tensor, size: int) -> Tensor:

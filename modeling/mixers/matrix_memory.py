@@ -44,20 +44,22 @@ class MatrixState(NamedTuple):
     conv_tail: Tensor
     """The last inputs of the short convolution, `[B, conv_width - 1, H (2 K + V)]`."""
     keys: Tensor
-    """Keys of the last `c - 1` tokens, `[B, c - 1, H K]`; c = 1 but for SWLA."""
+    """Keys of the last `c - 1` tokens, the newest first, `[B, c - 1, H, K]`; c = 1 but for SWLA."""
     values: Tensor
-    """Their values, `[B, c - 1, H V]`."""
-    strengths: Tensor
-    """Of the last token and its lags below `c - 1`, `[B, 1, (c - 1) H U]`; U are the units that open at a time."""
+    """Their values, `[B, c - 1, H, V]`."""
 
 
 class MatrixMemory(Mixer):
     """What the matrix memories share; `memorize` is the rule of each.
 
-    q, k, v = SiLU(conv(x W_QKV));  y = rule(q, k, v);  o = W_O (RMSNorm_head(y) * gate(x W_G))
+    q, k, v = SiLU(conv(x W_QKV));  y = rule(q, k, v);  o = W_O (RMSNorm_head(s y) * gate(x W_G))
+
+    The scale of the queries is `s = K^-1/2`, or 1. It is left to the norm, of which the epsilon alone sees it:
+    `s y / sqrt(mean (s y)^2 + eps) = y / sqrt(mean y^2 + eps / s^2)`.
     """
 
     has_conv = True
+    is_scaled = True
     window = 1
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
@@ -68,15 +70,15 @@ class MatrixMemory(Mixer):
             config.value_head_dim,
         )
         self.widths = [self.heads * self.key_dim, self.heads * self.key_dim, self.heads * self.value_dim]
-        self.scaling = self.key_dim**-0.5
         self.backend, self.axis = config.kernel_backend, config.capacity_axis
         self.schedule = CapacitySchedule(config.capacity_blocks, config.capacity_context)
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
         self.conv = None
         if self.has_conv:
             self.conv = ShortConv(sum(self.widths), config.conv_width, config.kernel_backend, self.unit_vectors(config))
-        self.norm, self.eps = FusedRMSNorm(self.value_dim, eps=config.rms_norm_eps), config.rms_norm_eps
-        self.gating = None if config.output_gate is None else gating(config, config.output_gate)
+        self.norm = FusedRMSNorm(self.value_dim, eps=config.rms_norm_eps)
+        self.eps = config.rms_norm_eps * (self.key_dim if self.is_scaled else 1)
+        self.gating = None if config.output_gate is None else {**gating(config, config.output_gate), "eps": self.eps}
         if self.gating is not None:
             self.gate_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
         self.o_proj = nn.Linear(self.widths[2], config.hidden_size, bias=False)
@@ -92,7 +94,7 @@ class MatrixMemory(Mixer):
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        """Read-outs `[B, L, H, V]` and the state with its new memory (and `keys` and `values`).
+        """Read-outs `[B, L, H, V]`, not scaled, and the state with its new memory (and `keys` and `values`).
 
         Args:
             qk: queries and keys, not scaled but to unit length where they are `unit_vectors`, `[B, L, 2, H, K]`: what
@@ -129,11 +131,12 @@ class MatrixMemory(Mixer):
         if self.conv is not None and weights[0] is not None:
             qkv, tail = self.conv.apply_with(weights[0], projected, state.conv_tail, step.lengths)
             state = state._replace(conv_tail=tail)
+        rows, tokens, _ = projected.shape
         if self.conv is None or self.conv.vectors is None:
-            qkv = qkv.split([2 * self.widths[0], self.widths[2]], dim=-1)
-            qkv = qkv[0].unflatten(-1, (2, self.heads, -1)), qkv[1]
+            qkv = qkv.split_with_sizes((2 * self.widths[0], self.widths[2]), dim=-1)
+            qkv = qkv[0].view(rows, tokens, 2, self.heads, -1), qkv[1]
         qk, v = qkv
-        y, state = self.memorize(qk, v.unflatten(-1, (self.heads, -1)), controls, step, state)
+        y, state = self.memorize(qk, v.view(rows, tokens, self.heads, -1), controls, step, state)
         y = cast(y, weights[1].dtype)
         if gate is None or self.gating is None:
             y = F.rms_norm(y, (self.value_dim,), weights[1], self.eps).flatten(2)
@@ -147,9 +150,8 @@ class MatrixMemory(Mixer):
         return MatrixState(
             memory=like.new_zeros(rows, self.heads, self.key_dim, self.value_dim, dtype=wide),
             conv_tail=like.new_zeros(rows, 0 if self.conv is None else self.conv.weight.shape[1] - 1, like.shape[2]),
-            keys=like.new_zeros(rows, before, self.widths[1], dtype=wide),
-            values=like.new_zeros(rows, before, self.widths[2]),
-            strengths=like.new_zeros(rows, min(before, 1), before * self.heads * self.gated_units, dtype=wide),
+            keys=like.new_zeros(rows, before, self.heads, self.key_dim, dtype=wide),
+            values=like.new_zeros(rows, before, self.heads, self.value_dim),
         )
 
     @property
@@ -226,11 +228,11 @@ class Retention(MatrixMemory):
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         cos, sin = (x[:, :, None, None] for x in step.rotary[self.key_dim])
-        q, k = (qk * cos + rotate_half(qk) * sin).unbind(2)
+        q, k = torch.addcmul(qk * cos, rotate_half(qk), sin).unbind(2)
         (k,), v = self.opened(step, [k], v)
         log_retention = constant(self.log_retention, state.memory, state.memory.dtype)
         y, memory = linear_attention(
-            q * self.scaling,
+            q,
             k[:, :, None],
             v[:, :, None],
             log_retention.expand(*q.shape[:2], -1),
@@ -244,7 +246,8 @@ class Retention(MatrixMemory):
 class SlidingWindowLinear(MatrixMemory):
     """SWLA: `S_t = a_t S_{t-1} + sum_{i<c} b^i_t k_{t-i} v_{t-i}^T` (arXiv 2505.23735, Eq 20).
 
-    A pair of lag i has been written 1 + i times, with together the strength
+    One token writes its c pairs at once. Of more, since S was last complete, a pair of lag i has been written up to
+    1 + i times, with together the strength
 
         w_{t,0} = b^0_t,    w_{t,i} = a_t w_{t-1,i-1} + b^i_t
 
@@ -253,8 +256,12 @@ class SlidingWindowLinear(MatrixMemory):
 
         R_t = a_t R_{t-1} + w_{t,c-1} k_{t-c+1} v_{t-c+1}^T,    S_t = R_t + sum_{i<c-1} w_{t,i} k_{t-i} v_{t-i}^T
 
+    where R is S and w is 0 at the start, and at the end the last token's pairs complete S.
+
     Deviations: gates of the current token, one scalar per head, since the paper leaves their form open; unit keys.
     """
+
+    is_scaled = False
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         self.window = config.window
@@ -271,42 +278,45 @@ class SlidingWindowLinear(MatrixMemory):
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        log_retention = controls[0]
         q, k = qk.unbind(2)
         gates = controls[1][..., None]
         if (is_open := self.is_open(step, v.shape[1])) is not None:
             # The current token's open blocks hold for every key that it writes, earlier ones included.
             gates = gates * is_open[:, :, None].to(gates.dtype)
-        before = [x.unflatten(-1, (self.heads, -1)) for x in (state.keys, state.values)]
-        carried = state.strengths.view(*state.strengths.shape[:2], self.window - 1, *gates.shape[3:])
-        retention = log_retention.exp()[..., None]
+        retain: dict[str, Any] = {"log_retention": controls[0], "lengths": step.lengths, "backend": self.backend}
+        if v.shape[1] == 1:
+            keys, values = torch.cat([k, state.keys], dim=1), torch.cat([v, cast(state.values, v.dtype)], dim=1)
+            key, value = self._weighted(keys[:, None], values[:, None], gates)
+            y, memory = linear_attention(q, key, value, state=state.memory, **retain)
+            if step.lengths is None:
+                return y, state._replace(memory=memory, keys=keys[:, :-1], values=values[:, :-1])
+            return y, self._carried(k, v, step, state._replace(memory=memory))
+        retention = retain["log_retention"].exp()[..., None]
         strengths, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for lag in range(self.window):
             w = gates[:, :, lag]
             if lag > 0:
-                w = torch.addcmul(w, retention, _late(strengths[-1], carried[:, :, lag - 1], 1))
-            key, value = _late(k, before[0], lag), _late(v, before[1], lag)
+                w = torch.addcmul(w, retention, _late(strengths[-1], torch.zeros_like(w[:, :1]), 1))
+            key, value = _late(k, state.keys, lag), _late(v, state.values, lag)
             if lag < self.window - 1:
                 strengths.append(w)
                 local.append(self._read_beside(q, key, value, w))
         key, value = self._weighted(key, value, w)
-        y, memory = linear_attention(
-            q,
-            key[:, :, None],
-            value[:, :, None],
-            log_retention,
-            state.memory,
-            lengths=step.lengths,
-            backend=self.backend,
-        )
+        y, memory = linear_attention(q, key[:, :, None], value[:, :, None], state=state.memory, **retain)
         for score, value in local:
             y = torch.addcmul(y, cast(score, y.dtype), cast(value, y.dtype))
+        state = self._carried(k, v, step, state._replace(memory=memory))
         if strengths:
-            new = torch.stack(strengths, dim=2).flatten(2), k.flatten(2), v.flatten(2)
-            held = state.strengths, state.keys, state.values
-            tails = (new_tail(x, cast(old, x.dtype), step.lengths) for x, old in zip(new, held, strict=True))
-            state = state._replace(**dict(zip(("strengths", "keys", "values"), tails, strict=True)))
-        return y, state._replace(memory=memory)
+            last = torch.cat([_newest(w, torch.zeros_like(w[:, :1]), step.lengths) for w in strengths], dim=1)
+            key, value = self._weighted(state.keys, state.values, last)
+            late = key.transpose(1, 2).mT @ cast(value.transpose(1, 2), key.dtype)
+            state = state._replace(memory=state.memory + cast(late, memory.dtype))
+        return y, state
+
+    def _carried(self, k: Tensor, v: Tensor, step: Step, state: MatrixState) -> MatrixState:
+        """The state with the keys and values of each row's last tokens."""
+        keys, values = (_newest(x, old, step.lengths) for x, old in ((k, state.keys), (v, state.values)))
+        return state._replace(keys=keys, values=values)
 
     def _weighted(self, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs with their strengths `w` `[B, L, H, U]` on what opens at times of its own."""
@@ -321,11 +331,17 @@ class SlidingWindowLinear(MatrixMemory):
 
 
 def _late(x: Tensor, before: Tensor, lag: int) -> Tensor:
-    """Tokens `[B, L, ...]` as they were `lag` tokens ago, behind `before` `[B, R, ...]`, R >= lag."""
+    """Tokens `[B, L, ...]` as they were `lag` tokens ago, behind `before` `[B, R, ...]`, the newest first, R >= lag."""
     if lag == 0:
         return x
-    first = cast(before[:, before.shape[1] - lag :], x.dtype)
+    first = cast(before[:, :lag].flip(1), x.dtype)
     return first[:, : x.shape[1]] if x.shape[1] <= lag else torch.cat([first, x[:, :-lag]], dim=1)
+
+
+def _newest(x: Tensor, before: Tensor, lengths: Tensor | None) -> Tensor:
+    """Each row's last real tokens of `[B, L, ...]`, the newest first; as many as in `before`, which is like them."""
+    tail = new_tail(x.flatten(2), cast(before, x.dtype).flip(1).flatten(2), lengths)
+    return tail.flip(1).reshape(before.shape)
 
 
 class Delta(MatrixMemory):
@@ -359,7 +375,7 @@ class Delta(MatrixMemory):
         q, k, p = self.addresses(qk, *others)
         (k, *rest), v = self.opened(step, [k] if p is None else [k, p], v)
         y, memory = delta_rule(
-            q * self.scaling,
+            q,
             k,
             v,
             strength,
