@@ -33,7 +33,11 @@ class MemoryState(NamedTuple):
 
 class ShortConv(nn.Module):
     """A causal depthwise convolution with SiLU; see `memzoo.kernels.short_conv`, also for its first channels as
-    `vectors`."""
+    `vectors`.
+
+    A call with its input gives its weight, which `convolve` takes: what a backward recomputes calls no module, and
+    accelerate, where it keeps weights elsewhere, brings in those of the module that is called.
+    """
 
     def __init__(self, channels: int, width: int, backend: str, vectors: Vectors | None = None) -> None:
         super().__init__()
@@ -44,11 +48,11 @@ class ShortConv(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
-        return self.apply_with(self.weight, x, tail, lengths)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
 
-    def apply_with(self, weight: Tensor, x: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
-        """The same with a given weight, and no module call, for what a backward recomputes."""
+    def convolve(self, x: Tensor, weight: Tensor, tail: Tensor | None, lengths: Tensor | None) -> tuple[Any, Tensor]:
+        """What the op gives for `x` `[B, L, D]`."""
         return short_conv(
             *(x, cast(weight, x.dtype), None if tail is None else cast(tail, x.dtype)),
             activation="silu",
@@ -235,7 +239,7 @@ class DeepMemory(nn.Module):
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]
     ) -> tuple[Tensor, MemoryState]:
         projected = self.qkv_proj(x)
-        (qk, v), tail = self.conv(projected, state.conv_tail, lengths)
+        (qk, v), tail = self.conv.convolve(projected, self.conv(projected), state.conv_tail, lengths)
         q, k = self.features(qk).unbind(2)
         step_size, *others = self.gates.each(x)
         log_momentum = others.pop(0) if self.use_momentum else None

@@ -132,9 +132,9 @@ class ExponentialMemory(nn.Module):
     def _read(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, schedule: CapacitySchedule, grows: bool
     ) -> tuple[Tensor, MemoryState]:
-        weight = self.conv.weight
-        pieces = []
-        for at, piece in enumerate(split((self.qkv_proj(x), *self.gates.each(x)), self.segment)):
+        projected, pieces = self.qkv_proj(x), []
+        weight = self.conv(projected)
+        for at, piece in enumerate(split((projected, *self.gates.each(x)), self.segment)):
             added = None if lengths is None else (lengths - at * self.segment).clamp(0, piece[0].shape[1])  # type: ignore[union-attr]
             pieces.append((schedule, grows, weight, added, *piece))
         return scan(self._piece, state, pieces)
@@ -151,7 +151,7 @@ class ExponentialMemory(nn.Module):
         log_retention: Tensor | None = None,
     ) -> tuple[Tensor, MemoryState]:
         dtype = projected.dtype
-        (qk, v), tail = self.conv.apply_with(conv_weight, projected, state.conv_tail, lengths)
+        (qk, v), tail = self.conv.convolve(projected, conv_weight, state.conv_tail, lengths)
         q, k = qk.unbind(2)
         y, memory = self._memorize(
             q,

@@ -133,9 +133,11 @@ class QKV(NamedTuple):
     value: Tensor
 
 
-def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`layer(x)` in the dtype of `x`, for what a hard decision hangs on."""
-    return F.linear(x, cast(layer.weight, x.dtype), None if layer.bias is None else cast(layer.bias, x.dtype))
+class WideLinear(nn.Linear):
+    """A linear layer in the dtype of its input, for what a hard decision hangs on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, cast(self.weight, x.dtype), None if self.bias is None else cast(self.bias, x.dtype))
 
 
 class Projections(nn.Module):
@@ -186,10 +188,10 @@ class WriteController(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.event_proj = nn.Linear(width, hidden)
-        self.importance_proj = nn.Linear(width, 1)
+        self.event_proj = WideLinear(width, hidden)
+        self.importance_proj = WideLinear(width, 1)
         self.feature_weight = nn.Parameter(torch.empty(hidden, self.FEATURES))
-        self.logit_proj = nn.Linear(hidden, 1, bias=False)
+        self.logit_proj = WideLinear(hidden, 1, bias=False)
         self.logit_bias = nn.Parameter(torch.empty(1))
 
     def init_weights(self) -> None:
@@ -200,14 +202,14 @@ class WriteController(nn.Module):
         """What of all events `[R, E, D]` does not depend on the table: hidden part `[R, E, F]`, importance `[R, E]`."""
         x = widened(x)
         with as_given(x.device):
-            return wide_linear(self.event_proj, x), torch.sigmoid(wide_linear(self.importance_proj, x))[..., 0]
+            return self.event_proj(x), torch.sigmoid(self.importance_proj(x))[..., 0]
 
     def forward(self, hidden: Tensor, seen: Tensor, importance: Tensor) -> Tensor:
         """The logits `[...]` of events with these hidden parts, features from the table and importance."""
         with as_given(hidden.device):
             features = torch.cat([seen, importance[..., None]], dim=-1)
             hidden = F.silu(hidden + F.linear(features, cast(self.feature_weight, features.dtype)))
-            return wide_linear(self.logit_proj, hidden)[..., 0] + cast(self.logit_bias, hidden.dtype)
+            return self.logit_proj(hidden)[..., 0] + cast(self.logit_bias, hidden.dtype)
 
     @staticmethod
     @torch.no_grad()

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -24,6 +23,7 @@ from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import cast, constant
+from memzoo.kernels.rms_norm import rms_norm
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors, new_tail
 from memzoo.kernels.unit_length import unit_length
@@ -109,7 +109,7 @@ class MatrixMemory(Mixer):
         gate = None if self.gating is None else self.gate_proj(x)
         pieces = split((projected, gate, *self.controls(x)), SEGMENT)
         steps = step.split(x.shape[1], SEGMENT)
-        weights = None if self.conv is None else self.conv.weight, self.norm(projected)
+        weights = None if self.conv is None else self.conv(projected), self.norm(projected)
         begun = self._begin(projected) if state is None else state
         y, new_state = scan(
             self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)]
@@ -129,7 +129,7 @@ class MatrixMemory(Mixer):
         dtype = projected.dtype
         qkv: Any = projected
         if self.conv is not None and weights[0] is not None:
-            qkv, tail = self.conv.apply_with(weights[0], projected, state.conv_tail, step.lengths)
+            qkv, tail = self.conv.convolve(projected, weights[0], state.conv_tail, step.lengths)
             state = state._replace(conv_tail=tail)
         rows, tokens, _ = projected.shape
         if self.conv is None or self.conv.vectors is None:
@@ -139,7 +139,7 @@ class MatrixMemory(Mixer):
         y, state = self.memorize(qk, v.view(rows, tokens, self.heads, -1), controls, step, state)
         y = cast(y, weights[1].dtype)
         if gate is None or self.gating is None:
-            y = F.rms_norm(y, (self.value_dim,), weights[1], self.eps).flatten(2)
+            y = rms_norm(y, weights[1], self.eps).flatten(2)
         else:
             y = norm_gate(y, weights[1], gate, **self.gating)
         return cast(y, dtype), state

@@ -87,7 +87,8 @@ class SelfModifying(Mixer):
     def forward(self, x: Tensor, step: Step, state: SelfModifyingState | None) -> tuple[Tensor, SelfModifyingState]:
         if state is None:
             state = self._begin(x)
-        streams, tail = self.conv(self.in_proj(x), state.conv_tail, step.lengths)
+        projected = self.in_proj(x)
+        streams, tail = self.conv.convolve(projected, self.conv(projected), state.conv_tail, step.lengths)
         u, *q = widened(streams).unflatten(-1, (self.streams, self.heads, -1)).unbind(2)
         parts, outputs = list(parts_of(step, x.shape[1], self.chunk_size)), []
         now, anchor = state.now, state.anchor
