@@ -10,6 +10,7 @@ from memzoo.kernels import (
     deep_exponential_memory,
     deep_memory,
     exponential_memory,
+    gates,
     newton_schulz,
     norm_gate,
     registry,
@@ -33,7 +34,18 @@ TWO = Op("toy", (Backend("fast", entry("chunked"), _only_cuda), Backend("slow", 
 
 @pytest.mark.parametrize(
     "op",
-    [op.OP for op in (deep_exponential_memory, deep_memory, exponential_memory, newton_schulz, norm_gate, short_conv)],
+    [
+        op.OP
+        for op in (
+            deep_exponential_memory,
+            deep_memory,
+            exponential_memory,
+            gates,
+            newton_schulz,
+            norm_gate,
+            short_conv,
+        )
+    ],
     ids=lambda op: op.name,
 )
 def test_every_entry_can_be_loaded(op: Op) -> None:

@@ -66,6 +66,7 @@ COMPILED = {
     "linear_attention": ("query_key_gradient_kernel", "sm_80"),
     "delta_rule": ("step_kernel", "sm_100"),
     "deep_memory": ("read_kernel", "sm_90"),
+    "gates": ("forward_kernel", "gfx942"),
 }
 """Of each op a kernel that the tests compile themselves, each for another target; all of them are in the record."""
 VARIANTS: dict[str, list[dict[str, Any]]] = {

@@ -7,28 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.gates import Decay, Gate
-from memzoo.kernels.registry import cast
+from memzoo.kernels.registry import cast, constant
 from memzoo.kernels.unit_length import widened
 
 
 def gates(logits: Tensor, kinds: tuple[Gate, ...], decay: Decay | None) -> tuple[Tensor, ...]:
     """See `memzoo.kernels.gates.gates`."""
-    x, found = widened(logits), []
-    if len(kinds) == 1 and not kinds[0].lags:
-        found.append(_gate(x, kinds[0]))
-    else:
-        rows = iter(x.unflatten(-1, (sum([gate.rows for gate in kinds]), -1)).unbind(2))
-        for gate in kinds:
-            part = torch.stack([next(rows) for _ in range(gate.lags)], dim=-1) if gate.lags else next(rows)
-            found.append(_gate(part, gate))
+    found, first = [], 0
+    rows = widened(logits).chunk(sum([gate.lags or 1 for gate in kinds]), dim=-1)
+    for gate in kinds:
+        kind, scale, lags = gate
+        x = torch.stack(rows[first : first + lags], dim=-1) if lags else rows[first]
+        first += lags or 1
+        if kind == "share":
+            share = torch.sigmoid(x)
+            found.append(share if scale == 1 else share * constant((scale,), x, x.dtype))
+        else:
+            found.append(F.logsigmoid(x if kind == "log_share" else -x))
     if decay is not None:
         z = widened(decay.logit)
         found.append(-cast(decay.log_rate, z.dtype).exp() * F.softplus(z + decay.bias))
     return tuple(found)
-
-
-def _gate(x: Tensor, gate: Gate) -> Tensor:
-    if gate.kind == "share":
-        share = torch.sigmoid(x)
-        return share if gate.scale == 1 else gate.scale * share
-    return F.logsigmoid(x if gate.kind == "log_share" else -x)
