@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memzoo.kernels.registry import constant
+
 
 class Activation(NamedTuple):
     value: Callable[[Tensor], Tensor]
@@ -24,16 +26,19 @@ class Activation(NamedTuple):
 
 
 def _gelu(h: Tensor, order: int) -> list[Tensor]:
-    half, erf = h * 0.5, torch.erf(h * math.sqrt(0.5))
-    found = [torch.addcmul(half, half, erf)]
+    root, half, log_scale = (constant((x,), h, h.dtype) for x in _GELU)  # a Python number costs more than a tensor
+    u = h * root
+    below = torch.add(half, torch.erf(u), alpha=0.5)
+    found = [h * below]
     if order > 0:
-        below = (erf * 0.5).add_(0.5)
-        square = h.square()
-        density = (square * -0.5).sub_(math.log(2 * math.pi) / 2).exp_()
+        density = torch.addcmul(log_scale, u, u, value=-1).exp_()
         found.append(torch.addcmul(below, h, density))
         if order > 1:
-            found.append(square.sub_(2).mul_(density).neg_())
+            found.append((2 - h.square()).mul_(density))
     return found
+
+
+_GELU = math.sqrt(0.5), 0.5, -math.log(2 * math.pi) / 2
 
 
 def _gelu_tanh(h: Tensor, order: int) -> list[Tensor]:

@@ -463,13 +463,17 @@ def step(
         is_open = state.position[:, None] >= constant(unlock, state.position)  # [B, E]
         opened = is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
 
-    inner = inner_gradients(network, weights, k, v, opened)
+    known_k = known_q = None
+    if network.depth > 1 and not state.current:  # key and query meet the same weights, which are read once
+        known = torch.bmm(torch.cat([k, q], dim=1), weights[0].mT)
+        known_k, known_q = known[:, :1], known[:, 1:]
+    inner = inner_gradients(network, weights, k, v, opened, known_k)
     row = state.position % size
-    at = (row if halo == 0 else row + halo)[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
+    at = (row if halo == 0 else row + halo).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
     index = at.reshape(-1, 1, 1)
     factors = [writable(x) for x in (*state.inputs, *state.deltas)]
     rows = [x.flatten(0, 1) for x in factors]  # views
-    places = {width: index.expand(-1, 1, width) for width in network.row_widths}
+    places = {width: index.expand(-1, 1, width) for width in {*network.row_widths}}
     for x, new in zip(rows, (*inner.inputs, *inner.deltas), strict=True):
         x.scatter_(1, places[new.shape[2]], new)
     recent = [state.recent_keys, state.recent_values]
@@ -497,7 +501,7 @@ def step(
     else:
         momentum_keep = momentum * momentum_keep
         added = step * momentum_keep if has_muon else momentum_keep
-        momentum_read = added + (momentum_read if retention is None else retention * momentum_read)
+        momentum_read = added + momentum_read if retention is None else torch.addcmul(added, retention, momentum_read)
     if has_muon:
         orthogonal = step + (orthogonal if retention is None else retention * orthogonal)
     if retention is None:
@@ -525,7 +529,7 @@ def step(
         output, state = _stepped_per_token(network, q, state, is_done, factors, gates)
     else:
         of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
-        output, _ = read(network, q, weights, slots, inputs, deltas, *of_read)
+        output, _ = read(network, q, weights, slots, inputs, deltas, *of_read, known=known_q)
         coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
         state = _stepped(network, state, is_done, factors, coefficients)
     if halo > 0:
