@@ -33,6 +33,7 @@ from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, network_of, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
+from memzoo.kernels.host import may_be
 from memzoo.kernels.registry import constant, may_hold
 
 Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
@@ -452,11 +453,9 @@ def step(
     halo, has_muon = state.halo, network.newton_schulz_steps is not None
     size = state.write.shape[2] - halo
     q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))  # [M, 1, D]
-    step, retention, momentum = (
-        None if gate is None else gate.reshape(batch, heads, 1)
-        for gate in (step_size, _exp(log_retention), _exp(log_momentum))
-    )
-    assert step is not None
+    step = step_size.mT  # [B, H, 1]
+    retention = None if log_retention is None else log_retention.exp().mT
+    momentum = None if log_momentum is None else log_momentum.exp().mT
     weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
     is_open = opened = None
     if network.blocks > 1:
@@ -517,7 +516,6 @@ def step(
             for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), before, strict=True)
         )
 
-    is_done = row == size - 1
     if state.current:
         gates = per_token.Gates(
             retention=(torch.ones_like(step) if retention is None else retention).reshape(-1, 1),
@@ -526,12 +524,12 @@ def step(
             momentum_write=momentum_write.reshape(batch * heads, 1, -1),
             is_open=opened,
         )
-        output, state = _stepped_per_token(network, q, state, is_done, factors, gates)
+        output, state = _stepped_per_token(network, q, state, row == size - 1, factors, gates)
     else:
         of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
         output, _ = read(network, q, weights, slots, inputs, deltas, *of_read, known=known_q)
         coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-        state = _stepped(network, state, is_done, factors, coefficients)
+        state = _stepped(network, state, row, factors, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
@@ -571,20 +569,21 @@ def _stepped_per_token(
 def _stepped(
     network: Network,
     state: DeepMemoryState,
-    is_done: Tensor,
+    row: Tensor,
     factors: Sequence[Tensor],
     coefficients: tuple[Tensor, ...],
 ) -> DeepMemoryState:
     """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
-    where the token completes a chunk, `is_done` `[B]`."""
+    where the token, at `row` `[B]` of the running chunk, completes it."""
     depth, memory = network.depth, (*state.weights, *state.momentum)
-    if may_hold(is_done):
+    last = state.write.shape[2] - state.halo - 1
+    if may_be(row, last.__eq__):
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
         weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
         rows = [x.flatten(0, 1) for x in factors]
         c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
         advanced = advance(network, weights, slots, rows[:depth], rows[depth:], *c)
-        done = is_done[:, None, None]
+        done = (row == last)[:, None, None]
         memory = tuple(
             torch.where(done[..., None], new.view_as(old), old)
             for new, old in zip((*advanced[0], *advanced[1]), memory, strict=True)
@@ -601,10 +600,6 @@ def _stepped(
         **changed,
         position=state.position + 1,
     )
-
-
-def _exp(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.exp()
 
 
 def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
