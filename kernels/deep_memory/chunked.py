@@ -33,7 +33,6 @@ from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
 from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, network_of, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
-from memzoo.kernels.host import may_be
 from memzoo.kernels.registry import constant, may_hold
 
 Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
@@ -449,14 +448,14 @@ def step(
     The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
     A step is bound by the number of torch calls, so it makes few.
     """
-    batch, heads, _ = state.write.shape
+    batch, heads, room = state.write.shape
     halo, has_muon = state.halo, network.newton_schulz_steps is not None
-    size = state.write.shape[2] - halo
-    q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))  # [M, 1, D]
+    size, flat = room - halo, batch * heads
+    q, k, v = query.reshape(flat, 1, -1), key.reshape(flat, 1, -1), value.reshape(flat, 1, -1)  # [M, 1, D]
     step = step_size.mT  # [B, H, 1]
     retention = None if log_retention is None else log_retention.exp().mT
     momentum = None if log_momentum is None else log_momentum.exp().mT
-    weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
+    weights, slots = [x.flatten(0, 1) for x in state.weights], [x.flatten(0, 1) for x in state.momentum]
     is_open = opened = None
     if network.blocks > 1:
         is_open = state.position[:, None] >= constant(unlock, state.position)  # [B, E]
@@ -470,11 +469,14 @@ def step(
     row = state.position % size
     at = (row if halo == 0 else row + halo).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
     index = at.reshape(-1, 1, 1)
-    factors = [writable(x) for x in (*state.inputs, *state.deltas)]
-    rows = [x.flatten(0, 1) for x in factors]  # views
-    places = {width: index.expand(-1, 1, width) for width in {*network.row_widths}}
-    for x, new in zip(rows, (*inner.inputs, *inner.deltas), strict=True):
-        x.scatter_(1, places[new.shape[2]], new)
+    filled = filled_rows(row, halo, room)
+    factors, widths = [writable(x) for x in (*state.inputs, *state.deltas)], network.row_widths
+    places = {width: index.expand(-1, 1, width) for width in {*widths}}
+    rows = [
+        x.as_strided((flat, filled, width), (room * width, width, 1)) for x, width in zip(factors, widths, strict=True)
+    ]
+    for x, new, width in zip(rows, (*inner.inputs, *inner.deltas), widths, strict=True):
+        x.scatter_(1, places[width], new)
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = row == 0
@@ -486,7 +488,6 @@ def step(
         recent = [
             torch.cat([x[:, :, 1:], new.movedim(1, 2)], dim=2) for x, new in zip(recent, (key, value), strict=True)
         ]
-    inputs, deltas = rows[: network.depth], rows[network.depth :]
 
     # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[B, H, R]` and `[B, H, E]`. Under
     # Muon l multiplies S_t instead.
@@ -520,16 +521,18 @@ def step(
         gates = per_token.Gates(
             retention=(torch.ones_like(step) if retention is None else retention).reshape(-1, 1),
             step_size=step.reshape(-1, 1),
-            momentum_keep=momentum_keep.reshape(batch * heads, 1, -1),
-            momentum_write=momentum_write.reshape(batch * heads, 1, -1),
+            momentum_keep=momentum_keep.reshape(flat, 1, -1),
+            momentum_write=momentum_write.reshape(flat, 1, -1),
             is_open=opened,
         )
         output, state = _stepped_per_token(network, q, state, row == size - 1, factors, gates)
     else:
-        of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
-        output, _ = read(network, q, weights, slots, inputs, deltas, *of_read, known=known_q)
+        of_anchor = reads[0].reshape(flat, 1, -1), reads[1].reshape(flat, 1, -1)
+        of_rows = write[:, :, :filled].reshape(flat, 1, -1)
+        depth = network.depth
+        output, _ = read(network, q, weights, slots, rows[:depth], rows[depth:], *of_anchor, of_rows, known_q)
         coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-        state = _stepped(network, state, row, factors, coefficients)
+        state = _stepped(network, state, row, filled == room, factors, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
@@ -570,36 +573,44 @@ def _stepped(
     network: Network,
     state: DeepMemoryState,
     row: Tensor,
+    may_end: bool,
     factors: Sequence[Tensor],
     coefficients: tuple[Tensor, ...],
 ) -> DeepMemoryState:
     """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
-    where the token, at `row` `[B]` of the running chunk, completes it."""
-    depth, memory = network.depth, (*state.weights, *state.momentum)
-    last = state.write.shape[2] - state.halo - 1
-    if may_be(row, last.__eq__):
+    where the token, at `row` `[B]` of the running chunk, completes it, which none does unless it `may_end`."""
+    depth, weights, momentum = network.depth, state.weights, state.momentum
+    if may_end:
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
-        weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
+        anchor = [x.flatten(0, 1) for x in weights], [x.flatten(0, 1) for x in momentum]
         rows = [x.flatten(0, 1) for x in factors]
         c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
-        advanced = advance(network, weights, slots, rows[:depth], rows[depth:], *c)
-        done = (row == last)[:, None, None]
-        memory = tuple(
-            torch.where(done[..., None], new.view_as(old), old)
-            for new, old in zip((*advanced[0], *advanced[1]), memory, strict=True)
+        advanced = advance(network, *anchor, rows[:depth], rows[depth:], *c)
+        done = (row == state.write.shape[2] - state.halo - 1)[:, None, None]
+        weights, momentum = (
+            tuple(torch.where(done[..., None], new.view_as(old), old) for new, old in zip(*pair, strict=True))
+            for pair in zip(advanced, (weights, momentum), strict=True)
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
-    names = ("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "orthogonal_step")
-    changed: dict[str, Any] = dict(zip(names, coefficients, strict=True))
-    return state._replace(
-        weights=memory[:depth],
-        momentum=memory[depth:],
-        inputs=tuple(factors[:depth]),
-        deltas=tuple(factors[depth:]),
-        **changed,
-        position=state.position + 1,
+    inputs, deltas = tuple(factors[:depth]), tuple(factors[depth:])
+    return DeepMemoryState(
+        weights,
+        momentum,
+        inputs,
+        deltas,
+        *coefficients,
+        state.current,
+        state.recent_keys,
+        state.recent_values,
+        state.position + 1,
     )
+
+
+def filled_rows(row: Tensor, halo: int, room: int) -> int:
+    """How many of the `room` rows hold a token once one stands at `row` `[B]` of the running chunk; of another device
+    than a CPU, which the host would wait for, all. The others need not be read, nor a chunk be ended where some are."""
+    return halo + 1 + max(row.tolist()) if row.device.type == "cpu" else room
 
 
 def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
