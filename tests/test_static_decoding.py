@@ -245,7 +245,7 @@ def test_what_asks_the_device_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["titans-mag-e1", "atlas-lmm-e1", "memory_managed-e1"])
 def test_what_is_not_asked_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where keys may be missing, a gradient too long, a row filled, a chunk complete, a token an event, and is not."""
+    """Where keys may be missing, a gradient too long, a chunk complete, a row filled, a token an event, and is not."""
     model, ids, found = zoo.causal_lm(name), zoo.tokens(2, 9), []
     for asked in (True, False):
         if not asked:
@@ -253,7 +253,7 @@ def test_what_is_not_asked_changes_nothing(name: str, monkeypatch: pytest.Monkey
                 if module.__name__.startswith("memzoo."):
                     for ask in {"may_hold", "may_be"} & vars(module).keys():
                         monkeypatch.setattr(module, ask, lambda *_: True)
-            monkeypatch.setattr(chunked, "filled_rows", lambda row, halo, room: room)
+            monkeypatch.setattr(chunked, "known_rows", lambda position, size: None)
         cache = MemoryCache(model.config)
         with torch.no_grad():
             found.append(torch.cat([model(part, cache=cache).logits for part in ids.split([2, *[1] * 7], 1)], dim=1))

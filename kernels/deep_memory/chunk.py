@@ -315,19 +315,27 @@ class Inner(NamedTuple):
 
 
 def inner_gradients(
-    network: Network,
-    weights: Sequence[Tensor],
-    key: Tensor,
-    value: Tensor,
-    is_open: Tensor | None,
-    known: Tensor | None = None,
+    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None
 ) -> Inner:
-    """Layer inputs and deltas of the inner loss at `weights` (Titans Eq 12), for `key` `[M, t, K]`, of which the first
-    layer's product may be known."""
-    activate = network.units.value_and_pullback
-    inputs, deltas, back = _there_and_back(network, weights, key, value, is_open, activate, known)
+    """Layer inputs and deltas of the inner loss at `weights` (Titans Eq 12), for `key` `[M, t, K]`."""
+    inputs, deltas, back = _there_and_back(network, weights, key, value, is_open, network.units.value_and_pullback)
     clip = _clip(network, inputs, deltas)
     return Inner(inputs, _clipped(deltas, clip), deltas, clip, back, [])
+
+
+def inner_row(
+    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None, known: Tensor | None
+) -> Tensor:
+    """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`."""
+    activate = network.units.value_and_pullback
+    inputs, deltas, _ = _there_and_back(network, weights, key, value, is_open, activate, known)
+    row = torch.cat([*inputs, *deltas], dim=-1)
+    if network.max_gradient_norm < math.inf and row.device.type == "cpu":
+        # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: mostly enough, and cheaper.
+        if _norm(row).max().item() ** 2 / 2 <= network.max_gradient_norm:
+            return row
+    clip = _clip(network, inputs, deltas)
+    return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)
 
 
 def inner_again(
@@ -383,11 +391,6 @@ def _clip(network: Network, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) 
     """See `Inner.clip`."""
     if network.max_gradient_norm == math.inf:
         return None
-    if inputs[0].shape[1] == 1 and inputs[0].device.type == "cpu":
-        # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: mostly enough, and cheaper.
-        longest = _norm(torch.cat([*inputs, *deltas], dim=-1)).max().item()
-        if longest**2 / 2 <= network.max_gradient_norm:
-            return None
     norms = [_norm(x) * _norm(d) for x, d in zip(inputs, deltas, strict=True)]
     norm = norms[0] if len(norms) == 1 else _norm(torch.cat(norms, dim=-1))  # whose gradient at 0 is 0
     if not may_hold(norm > network.max_gradient_norm):

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
-from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, network_of, read
+from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, inner_row, network_of, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 from memzoo.kernels.registry import constant, may_hold
 
@@ -465,21 +465,20 @@ def step(
     if network.depth > 1 and not state.current:  # key and query meet the same weights, which are read once
         known = torch.bmm(torch.cat([k, q], dim=1), weights[0].mT)
         known_k, known_q = known[:, :1], known[:, 1:]
-    inner = inner_gradients(network, weights, k, v, opened, known_k)
-    row = state.position % size
-    at = (row if halo == 0 else row + halo).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
-    index = at.reshape(-1, 1, 1)
-    filled = filled_rows(row, halo, room)
-    factors, widths = [writable(x) for x in (*state.inputs, *state.deltas)], network.row_widths
-    places = {width: index.expand(-1, 1, width) for width in {*widths}}
-    rows = [
-        x.as_strided((flat, filled, width), (room * width, width, 1)) for x, width in zip(factors, widths, strict=True)
-    ]
-    for x, new, width in zip(rows, (*inner.inputs, *inner.deltas), widths, strict=True):
-        x.scatter_(1, places[width], new)
+    held = known_rows(state.position, size)
+    filled = room if held is None else halo + 1 + max(held)
+    at: int | Tensor
+    if held is not None and window_gate is None and min(held) == max(held):
+        at = halo + held[0]
+    else:
+        at = (halo + state.position % size).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
+    buffer, inputs, deltas = side_by_side(state)
+    _put(buffer, at, inner_row(network, weights, k, v, opened, known_k).view(batch, heads, 1, -1))
+    stride = buffer.stride(2)
+    rows = [x.as_strided((flat, filled, x.shape[3]), (room * stride, stride, 1)) for x in (*inputs, *deltas)]
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
-        starts = row == 0
+        starts = state.position % size == 0
         if may_hold(starts):  # the tokens before the chunk, at its anchor
             pairs = inner_gradients(network, weights, recent[0].flatten(0, 1), recent[1].flatten(0, 1), opened)
             begins = starts.repeat_interleave(heads)[:, None, None]
@@ -525,14 +524,14 @@ def step(
             momentum_write=momentum_write.reshape(flat, 1, -1),
             is_open=opened,
         )
-        output, state = _stepped_per_token(network, q, state, row == size - 1, factors, gates)
+        output, state = _stepped_per_token(network, q, state, (*inputs, *deltas), gates)
     else:
         of_anchor = reads[0].reshape(flat, 1, -1), reads[1].reshape(flat, 1, -1)
         of_rows = write[:, :, :filled].reshape(flat, 1, -1)
         depth = network.depth
         output, _ = read(network, q, weights, slots, rows[:depth], rows[depth:], *of_anchor, of_rows, known_q)
         coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-        state = _stepped(network, state, row, filled == room, factors, coefficients)
+        state = _stepped(network, state, filled == room, inputs, deltas, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
@@ -542,8 +541,7 @@ def _stepped_per_token(
     network: Network,
     query: Tensor,
     state: DeepMemoryState,
-    is_done: Tensor,
-    factors: list[Tensor],
+    factors: tuple[Tensor, ...],
     gates: per_token.Gates,
 ) -> tuple[Tensor, DeepMemoryState]:
     """What the query reads, and `_stepped`, under Muon at every token: with `M_t`, the next anchor where the token
@@ -552,7 +550,7 @@ def _stepped_per_token(
     slots, current = ([x.flatten(0, 1) for x in tensors] for tensors in (state.momentum, state.current))
     y, *moved = per_token.through(network, query, [x.flatten(0, 1) for x in factors], slots, current, gates)
     new, new_slots = (tuple(x.unflatten(0, rows) for x in tensors) for tensors in moved)
-    done = is_done[:, None, None]
+    done = _is_done(state)
 
     def ended(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(torch.where(done[..., None], a, b) for a, b in zip(now, before, strict=True))
@@ -560,8 +558,8 @@ def _stepped_per_token(
     return y, state._replace(
         weights=ended(new, state.weights),
         momentum=ended(new_slots, state.momentum),
-        inputs=tuple(factors[:depth]),
-        deltas=tuple(factors[depth:]),
+        inputs=factors[:depth],
+        deltas=factors[depth:],
         momentum_write=torch.where(done, 0.0, gates.momentum_write.view_as(state.momentum_write)),
         momentum_keep=torch.where(done, 1.0, gates.momentum_keep.view_as(state.momentum_keep)),
         current=new,
@@ -572,28 +570,26 @@ def _stepped_per_token(
 def _stepped(
     network: Network,
     state: DeepMemoryState,
-    row: Tensor,
     may_end: bool,
-    factors: Sequence[Tensor],
+    inputs: tuple[Tensor, ...],
+    deltas: tuple[Tensor, ...],
     coefficients: tuple[Tensor, ...],
 ) -> DeepMemoryState:
     """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
-    where the token, at `row` `[B]` of the running chunk, completes it, which none does unless it `may_end`."""
-    depth, weights, momentum = network.depth, state.weights, state.momentum
+    where the token completes the running chunk, which none does unless it `may_end`."""
+    weights, momentum = state.weights, state.momentum
     if may_end:
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
         anchor = [x.flatten(0, 1) for x in weights], [x.flatten(0, 1) for x in momentum]
-        rows = [x.flatten(0, 1) for x in factors]
+        rows = [x.flatten(0, 1) for x in inputs], [x.flatten(0, 1) for x in deltas]
         c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
-        advanced = advance(network, *anchor, rows[:depth], rows[depth:], *c)
-        done = (row == state.write.shape[2] - state.halo - 1)[:, None, None]
+        advanced, done = advance(network, *anchor, *rows, *c), _is_done(state)
         weights, momentum = (
             tuple(torch.where(done[..., None], new.view_as(old), old) for new, old in zip(*pair, strict=True))
             for pair in zip(advanced, (weights, momentum), strict=True)
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
-    inputs, deltas = tuple(factors[:depth]), tuple(factors[depth:])
     return DeepMemoryState(
         weights,
         momentum,
@@ -607,19 +603,50 @@ def _stepped(
     )
 
 
-def filled_rows(row: Tensor, halo: int, room: int) -> int:
-    """How many of the `room` rows hold a token once one stands at `row` `[B]` of the running chunk; of another device
-    than a CPU, which the host would wait for, all. The others need not be read, nor a chunk be ended where some are."""
-    return halo + 1 + max(row.tolist()) if row.device.type == "cpu" else room
+def _is_done(state: DeepMemoryState) -> Tensor:
+    """Whether the next token completes the running chunk, `[B, 1, 1]`."""
+    size = state.write.shape[2] - state.halo
+    return (state.position % size == size - 1)[:, None, None]
 
 
-def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
-    """`write` `[B, H, R]` with `step` `[B, H, 1]` times a token's gates added to its row `at` `[B, H, 1]` and those
-    before it."""
+def known_rows(position: Tensor, size: int) -> list[int] | None:
+    """Where in its running chunk the next token of each row stands, as far as the host knows without waiting: on a CPU.
+    Then rows of tokens to come are not read, no chunk is ended where none ends, and no index is made where all stand
+    alike."""
+    return [at % size for at in position.tolist()] if position.device.type == "cpu" else None
+
+
+def side_by_side(state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A buffer `[B, H, R, sum of widths]` that can be written, and its parts, the state's inputs and deltas: those of
+    the state where they lie so already, as a step leaves them, else copies. A token's are written to it at once."""
+    factors, first = (*state.inputs, *state.deltas), state.inputs[0]
+    (batch, heads, room, _), start, width = first.shape, first.data_ptr(), 0
+    together = not first.is_inference() or torch.is_inference_mode_enabled()
+    for x in factors:
+        together = together and x.data_ptr() == start + width * x.element_size()
+        width += x.shape[3]
+    shape = (heads * room * width, room * width, width, 1)
+    if together and first.stride() == shape:
+        return first.as_strided((batch, heads, room, width), shape), state.inputs, state.deltas
+    buffer = torch.cat(factors, dim=-1)
+    parts = buffer.split([x.shape[3] for x in factors], dim=-1)
+    return buffer, parts[: len(state.inputs)], parts[len(state.inputs) :]
+
+
+def _put(x: Tensor, at: int | Tensor, new: Tensor) -> Tensor:
+    """`new` `[B, H, 1, ...]` in row `at` of `x` `[B, H, R, ...]`, of all alike or `[B, H, 1]`."""
+    if isinstance(at, int):
+        x.narrow(2, at, 1).copy_(new)
+        return x
+    return x.scatter_(2, at.view(*at.shape, *[1] * (x.ndim - 3)).expand(new.shape), new)
+
+
+def _add_window(write: Tensor, at: int | Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
+    """`write` `[B, H, R]` with `step` `[B, H, 1]` times a token's gates added to its row `at` and those before it."""
     if window_gate is None:
-        return write.scatter_(2, at, step)
+        return _put(write, at, step)
     gates = step * window_gate[:, 0]  # [B, H, c]
-    rows = at - torch.arange(gates.shape[2], device=at.device)
+    rows = at - torch.arange(gates.shape[2], device=gates.device)
     return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
 
 

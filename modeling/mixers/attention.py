@@ -114,8 +114,9 @@ class CausalAttention(nn.Module):
             state = self._begin(k, prefix)
         keys = torch.cat([state.prefix_keys, state.keys, k], dim=2)
         values = torch.cat([state.prefix_values, state.values, v], dim=2)
-        missing = self._may_miss(state)
-        y = self._attend(q, keys, values, state, missing)
+        implementation = self.config._attn_implementation
+        missing = self._may_miss(state, implementation)
+        y = self._attend(q, keys, values, state, implementation, missing)
         return y, self._carry(keys, values, x.shape[1], added, state, room, missing)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +128,7 @@ class CausalAttention(nn.Module):
         width = self.head_dim
         q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
         both = torch.cat([q, k], dim=-1).view(x.shape[0], -1, width)
-        signs = constant((-1.0,) * (width // 2) + (1.0,) * (width // 2), sin, sin.dtype)
+        signs = constant((-1,) * (width // 2) + (1,) * (width // 2), sin, sin.dtype)
         both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin * signs)
         return both[:, : self.heads, None], both[:, self.heads :, None]
 
@@ -151,22 +152,24 @@ class CausalAttention(nn.Module):
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(none, none, valid, prefix_k, prefix_v)
 
-    def _may_miss(self, state: KeyValueState) -> bool:
+    def _may_miss(self, state: KeyValueState, implementation: str) -> bool:
         """Whether rows may carry fewer keys than there is room for. Flash attention drops missing keys, and so asks the
         device for their number."""
         held = state.keys.shape[2]
-        if held > 0 and is_flash_attention_requested(self.config):
+        if held > 0 and is_flash_attention_requested(None, implementation):
             return bool((state.valid < held).any())
         return held > 0 and may_be(state.valid, lambda valid: valid < held)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, state: KeyValueState, missing: bool) -> Tensor:
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, state: KeyValueState, implementation: str, missing: bool
+    ) -> Tensor:
         """Blocks of queries as separate batch rows, each with the prefix and the keys that its window reaches.
 
         A block sees the keys of the one before it and its own, so that a long row costs 2 L W, not L^2.
         """
         (batch, _, tokens, _), held, count = q.shape, state.keys.shape[2], state.prefix_keys.shape[2]
         if self.window is None or tokens <= self.window:
-            return self._interface(q, keys, values, count, state.valid, held, missing).flatten(2)
+            return self._interface(q, keys, values, count, state.valid, held, implementation, missing).flatten(2)
         size = self.window
         blocks = -(-tokens // size)
         end = blocks * size - tokens
@@ -174,7 +177,7 @@ class CausalAttention(nn.Module):
         q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
         # A block reaches a window back, but no further than `valid` before the row's first new token.
         valid = (state.valid[:, None] + size * torch.arange(blocks, device=q.device)).clamp(max=size)
-        y = self._interface(q, keys, values, count, valid.flatten(), size, missing=True)
+        y = self._interface(q, keys, values, count, valid.flatten(), size, implementation, missing=True)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
     def _in_blocks(self, x: Tensor, prefix: int, start: int, end: int) -> Tensor:
@@ -185,12 +188,19 @@ class CausalAttention(nn.Module):
         return torch.cat([fixed, blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
 
     def _interface(
-        self, q: Tensor, k: Tensor, v: Tensor, count: int, valid: Tensor, held: int, missing: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        count: int,
+        valid: Tensor,
+        held: int,
+        implementation: str,
+        missing: bool,
     ) -> Tensor:
         """`[N, H, Q, D]` queries on keys `[N, G, P + R + Q, D]`, the first P = `count` of which all see; of the R =
         `held` next ones the last `valid` `[N]` exist, which can be fewer only where some may be `missing`."""
-        implementation = self.config._attn_implementation
-        flash = is_flash_attention_requested(self.config)
+        flash = is_flash_attention_requested(None, implementation)
         if flash and count > 0 and self.window is not None:
             raise ValueError(
                 f"attn_implementation={implementation!r} cannot show {count} persistent tokens beyond a sliding "
