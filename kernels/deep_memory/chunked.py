@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -472,7 +473,7 @@ def step(
         at = halo + held[0]
     else:
         at = (halo + state.position % size).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
-    buffer, inputs, deltas = side_by_side(state)
+    buffer, inputs, deltas = side_by_side(network, state)
     _put(buffer, at, inner_row(network, weights, k, v, opened, known_k).view(batch, heads, 1, -1))
     stride = buffer.stride(2)
     rows = [x.as_strided((flat, filled, x.shape[3]), (room * stride, stride, 1)) for x in (*inputs, *deltas)]
@@ -616,21 +617,18 @@ def known_rows(position: Tensor, size: int) -> list[int] | None:
     return [at % size for at in position.tolist()] if position.device.type == "cpu" else None
 
 
-def side_by_side(state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+def side_by_side(network: Network, state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A buffer `[B, H, R, sum of widths]` that can be written, and its parts, the state's inputs and deltas: those of
     the state where they lie so already, as a step leaves them, else copies. A token's are written to it at once."""
-    factors, first = (*state.inputs, *state.deltas), state.inputs[0]
-    (batch, heads, room, _), start, width = first.shape, first.data_ptr(), 0
-    together = not first.is_inference() or torch.is_inference_mode_enabled()
-    for x in factors:
-        together = together and x.data_ptr() == start + width * x.element_size()
-        width += x.shape[3]
-    shape = (heads * room * width, room * width, width, 1)
-    if together and first.stride() == shape:
-        return first.as_strided((batch, heads, room, width), shape), state.inputs, state.deltas
+    factors, first, width = (*state.inputs, *state.deltas), state.inputs[0], sum(network.row_widths)
+    batch, heads, room, _ = first.shape
+    strides, start, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
+    places = [start + size * before for before in accumulate(network.row_widths[:-1], initial=0)]
+    if first.stride() == strides and [x.data_ptr() for x in factors] == places and may_write(first):
+        return first.as_strided((batch, heads, room, width), strides), state.inputs, state.deltas
     buffer = torch.cat(factors, dim=-1)
-    parts = buffer.split([x.shape[3] for x in factors], dim=-1)
-    return buffer, parts[: len(state.inputs)], parts[len(state.inputs) :]
+    parts = buffer.split(network.row_widths, dim=-1)
+    return buffer, parts[: network.depth], parts[network.depth :]
 
 
 def _put(x: Tensor, at: int | Tensor, new: Tensor) -> Tensor:
@@ -653,5 +651,9 @@ def _add_window(write: Tensor, at: int | Tensor, step: Tensor, window_gate: Tens
 def writable(x: Tensor) -> Tensor:
     """The tensor or a copy: one made under `torch.inference_mode` can be written there only, and rows that share their
     memory, or are not laid out for `flatten` to be a view, cannot be written at all."""
-    misplaced = not x.is_contiguous() or (x.is_inference() and not torch.is_inference_mode_enabled())
-    return x.clone(memory_format=torch.contiguous_format) if misplaced else x
+    return x if x.is_contiguous() and may_write(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def may_write(x: Tensor) -> bool:
+    """Whether in-place operations may change it: what was made under `torch.inference_mode` is changed there only."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()
