@@ -104,7 +104,7 @@ def test_reference_takes_the_gradient_of_the_inner_loss(activation: str) -> None
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_derivatives_are_autograds(activation: str) -> None:
-    h = torch.linspace(-6, 6, 101, dtype=torch.float64, requires_grad=True)
+    h = torch.linspace(-6, 6, 102, dtype=torch.float64).view(3, 34).requires_grad_()
     value, first, second = ACTIVATION[activation].derivatives(h, 2)
     close(value, ACTIVATION[activation].value(h), OP[torch.float64])
     (want,) = torch.autograd.grad(ACTIVATION[activation].value(h).sum(), h, create_graph=True)
@@ -112,6 +112,10 @@ def test_derivatives_are_autograds(activation: str) -> None:
     if activation != "relu":
         close(second, torch.autograd.grad(want.sum(), h)[0], OP[torch.float64])
     assert float(ACTIVATION[activation].value(torch.zeros(1))) == 0
+    r = torch.randn_like(h)
+    for part in (slice(None), (slice(None), slice(None, None, 2))):  # contiguous and not: torch may take other kernels
+        close(ACTIVATION[activation].value(h[part]), value[part], OP[torch.float64])
+        close(ACTIVATION[activation].pullback(r[part], h[part]), (r * first)[part], OP[torch.float64])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -28,7 +28,7 @@ from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import short_conv as conv
-from memzoo.kernels.deep_memory import deep_memory
+from memzoo.kernels.deep_memory import chunked, deep_memory
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.registry import Op
@@ -245,13 +245,15 @@ def test_what_asks_the_device_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["titans-mag-e1", "atlas-lmm-e1", "memory_managed-e1"])
 def test_what_is_not_asked_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where keys may be missing, a gradient too long, a chunk complete, a token an event, and is not."""
+    """Where keys may be missing, a gradient too long, a chunk complete, a row filled, a token an event, and is not."""
     model, ids, found = zoo.causal_lm(name), zoo.tokens(2, 9), []
     for asked in (True, False):
         if not asked:
             for module in list(sys.modules.values()):
-                if module.__name__.startswith("memzoo.") and hasattr(module, "may_hold"):
-                    monkeypatch.setattr(module, "may_hold", lambda condition: True)
+                if module.__name__.startswith("memzoo."):
+                    for ask in {"may_hold", "may_be"} & vars(module).keys():
+                        monkeypatch.setattr(module, ask, lambda *_: True)
+            monkeypatch.setattr(chunked, "known_rows", lambda position, size: None)
         cache = MemoryCache(model.config)
         with torch.no_grad():
             found.append(torch.cat([model(part, cache=cache).logits for part in ids.split([2, *[1] * 7], 1)], dim=1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,27 +73,33 @@ def _tanh(h: Tensor, order: int) -> list[Tensor]:
 
 
 FEW = 1 << 12
-"""Below so many elements setting up oneDNN's kernels, which torch takes for GELU, costs more than they do."""
+"""Below so many elements setting up oneDNN's kernels, which torch takes for the GELU of what is contiguous, costs more
+than they do."""
+
+
+def _few(h: Tensor) -> bool:
+    return h.numel() <= FEW and h.is_contiguous()
 
 
 def _gelu_value(h: Tensor) -> Tensor:
-    return F.gelu(h) if h.numel() > FEW else _gelu(h, 0)[0]
+    return F.gelu(h.transpose(0, -1)).transpose(0, -1) if _few(h) else F.gelu(h)
 
 
 def _gelu_pullback(r: Tensor, h: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(r, h) if h.numel() > FEW else r * _gelu(h, 1)[1]
-
-
-def _pullback(derivatives: Callable[[Tensor, int], list[Tensor]]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda r, h: r * derivatives(h, 1)[1]
+    backward = torch.ops.aten.gelu_backward
+    return backward(r.transpose(0, -1), h.transpose(0, -1)).transpose(0, -1) if _few(h) else backward(r, h)
 
 
 ACTIVATION: dict[str, Activation] = {
     "gelu": Activation(_gelu_value, _gelu_pullback, _gelu),
-    "gelu_tanh": Activation(lambda h: F.gelu(h, approximate="tanh"), _pullback(_gelu_tanh), _gelu_tanh),
-    "silu": Activation(F.silu, _pullback(_silu), _silu),
-    "relu": Activation(F.relu, _pullback(_relu), _relu),
-    "tanh": Activation(torch.tanh, _pullback(_tanh), _tanh),
+    "gelu_tanh": Activation(
+        lambda h: F.gelu(h, approximate="tanh"),
+        lambda r, h: torch.ops.aten.gelu_backward(r, h, approximate="tanh"),
+        _gelu_tanh,
+    ),
+    "silu": Activation(F.silu, lambda r, h: torch.ops.aten.silu_backward(r, h), _silu),
+    "relu": Activation(F.relu, lambda r, h: r * (h > 0), _relu),
+    "tanh": Activation(torch.tanh, lambda r, h: torch.ops.aten.tanh_backward(r, torch.tanh(h)), _tanh),
 }
 
 
@@ -112,14 +119,11 @@ class Units:
 
     def value_and_pullback(self, h: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """`x`, and `pullback` at `h`."""
-        if h.numel() > FEW:
-            return self.value(h), lambda r: self.pullback(r, h)
-        parts = self.parts(h, 1)
-        return parts[0], lambda r: self.pullback_by(r, parts)
+        return self.value(h), partial(self.pullback, h=h)
 
-    def parts(self, h: Tensor, order: int = 2) -> list[Tensor]:
-        """`x` first, then what the next three take of `h`; of order 1, what the first of them takes."""
-        return self.act.derivatives(h, order)
+    def parts(self, h: Tensor) -> list[Tensor]:
+        """`x` first, then what the next three take of `h`."""
+        return self.act.derivatives(h, 2)
 
     def pullback_by(self, r: Tensor, parts: list[Tensor]) -> Tensor:
         """`pullback(r, h)`."""
@@ -145,8 +149,8 @@ class GatedUnits(Units):
         a, b = h[..., 0::2], h[..., 1::2]
         return _pairs(self.act.pullback(r * b, a), r * self.act.value(a))
 
-    def parts(self, h: Tensor, order: int = 2) -> list[Tensor]:
-        b, (value, *slopes) = h[..., 1::2], self.act.derivatives(h[..., 0::2], order)
+    def parts(self, h: Tensor) -> list[Tensor]:
+        b, (value, *slopes) = h[..., 1::2], self.act.derivatives(h[..., 0::2], 2)
         return [value * b, b, value, *slopes]
 
     def pullback_by(self, r: Tensor, parts: list[Tensor]) -> Tensor:

@@ -221,11 +221,11 @@ network_of = lru_cache(maxsize=256)(Network)
 
 
 def _anchor_product(
-    network: Network, layer: int, z: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]
+    network: Network, layer: int, z: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], known: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """`sum (c * W) z` over pairs `W, c` for tokens `z` `[M, t, in]`: each weight takes its block's `c` `[M, t, E]`.
 
-    Also returns the products `W z` where it is they that are scaled: their backward needs them.
+    Also returns the products `W z` where it is they that are scaled: their backward needs them. The first may be known.
     """
     if network.is_between(layer):
         y = z.new_zeros(*z.shape[:-1], pairs[0][0].shape[1])
@@ -234,15 +234,19 @@ def _anchor_product(
                 for out, into in _shells(network, layer, block):
                     y[..., out] += (z[..., into] @ weight[:, out, into].mT) * c[..., block, None]
         return y, []
-    if network.scales_inputs(layer):
+    if known is None and network.scales_inputs(layer):
         (weight, c), *others = pairs
         y = torch.bmm(network.scale(z, c, layer), weight.mT)
         for weight, c in others:
             y.baddbmm_(network.scale(z, c, layer), weight.mT)
         return y, []
-    plain = [torch.bmm(z, weight.mT) for weight, _ in pairs]
-    scaled = [network.scale(x, c, layer + 1) for x, (_, c) in zip(plain, pairs, strict=True)]
-    return (scaled[0] if len(scaled) == 1 else scaled[0].add_(scaled[1])), plain
+    plain = [torch.bmm(z, weight.mT) for weight, _ in (pairs if known is None else pairs[1:])]
+    if known is not None:
+        plain.insert(0, known)
+    y = network.scale(plain[0], pairs[0][1], layer + 1)
+    for x, (_, c) in zip(plain[1:], pairs[1:], strict=True):
+        y = y.addcmul_(x, c) if network.blocks == 1 else y.add_(network.scale(x, c, layer + 1))
+    return y, plain
 
 
 def _shells(network: Network, layer: int, block: int) -> list[tuple[slice, slice]]:
@@ -319,6 +323,21 @@ def inner_gradients(
     return Inner(inputs, _clipped(deltas, clip), deltas, clip, back, [])
 
 
+def inner_row(
+    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None, known: Tensor | None
+) -> Tensor:
+    """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`."""
+    activate = network.units.value_and_pullback
+    inputs, deltas, _ = _there_and_back(network, weights, key, value, is_open, activate, known)
+    row = torch.cat([*inputs, *deltas], dim=-1)
+    if network.max_gradient_norm < math.inf and row.device.type == "cpu":
+        # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: mostly enough, and cheaper.
+        if _norm(row).max().item() ** 2 / 2 <= network.max_gradient_norm:
+            return row
+    clip = _clip(network, inputs, deltas)
+    return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)
+
+
 def inner_again(
     network: Network,
     weights: Sequence[Tensor],
@@ -346,19 +365,21 @@ def _there_and_back(
     value: Tensor,
     is_open: Tensor | None,
     activate: Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]],
+    known: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Each layer's inputs and deltas, and what comes back to each activation; `activate` gives an activation's value
-    and its pullback."""
+    and its pullback, `known` is the first layer's product."""
     inputs, pullbacks = [_masked(network, key, is_open, 0)], []
     for layer in range(network.depth - 1):
-        x, pullback = activate(torch.bmm(inputs[layer], weights[layer].mT))
+        h = torch.bmm(inputs[layer], weights[layer].mT) if layer > 0 or known is None else known
+        x, pullback = activate(h)
         inputs.append(_masked(network, x, is_open, layer + 1))
         pullbacks.append(pullback)
     if network.objective == "dot":
         deltas = [-value]
     else:
-        delta = torch.bmm(inputs[-1], weights[-1].mT).sub_(value)
-        deltas = [delta.add_(_first(key, delta)) if network.residual else delta]
+        given = _first(key, value) - value if network.residual else -value
+        deltas = [torch.baddbmm(given, inputs[-1], weights[-1].mT)]
     back: list[Tensor] = []
     for layer in range(network.depth - 1, 0, -1):
         back.insert(0, torch.bmm(deltas[0], weights[layer]))
@@ -460,14 +481,16 @@ def read(
     keep: Tensor,
     momentum_read: Tensor,
     write: Tensor,
+    known: Tensor | None = None,
 ) -> tuple[Tensor, Read]:
-    """`M_t(q_t)` for queries `[M, t, K]`."""
+    """`M_t(q_t)` for queries `[M, t, K]`, of which the product with the first anchor may be known."""
     units = network.units
     z = query
     kept = Read([], [], [])
     for layer in range(network.depth):
         scores = torch.bmm(z, inputs[layer].mT)
-        y, plain = _anchor_product(network, layer, z, _pairs(layer, weights, slots, keep, momentum_read))
+        pairs = _pairs(layer, weights, slots, keep, momentum_read)
+        y, plain = _anchor_product(network, layer, z, pairs, known if layer == 0 else None)
         y = y.baddbmm_(scores * write, deltas[layer], alpha=-1)
         kept.scores.append(scores)
         kept.plain.append(plain)

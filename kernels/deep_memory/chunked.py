@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
-from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, network_of, read
+from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, inner_row, network_of, read
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 from memzoo.kernels.registry import constant, may_hold
 
@@ -448,33 +449,37 @@ def step(
     The row is written in place, where the old state has none: it stays valid, though two states must not go on from it.
     A step is bound by the number of torch calls, so it makes few.
     """
-    batch, heads, _ = state.write.shape
+    batch, heads, room = state.write.shape
     halo, has_muon = state.halo, network.newton_schulz_steps is not None
-    size = state.write.shape[2] - halo
-    q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))  # [M, 1, D]
-    step, retention, momentum = (
-        None if gate is None else gate.reshape(batch, heads, 1)
-        for gate in (step_size, _exp(log_retention), _exp(log_momentum))
-    )
-    assert step is not None
-    weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
+    size, flat = room - halo, batch * heads
+    q, k, v = query.reshape(flat, 1, -1), key.reshape(flat, 1, -1), value.reshape(flat, 1, -1)  # [M, 1, D]
+    step = step_size.mT  # [B, H, 1]
+    retention = None if log_retention is None else log_retention.exp().mT
+    momentum = None if log_momentum is None else log_momentum.exp().mT
+    weights, slots = [x.flatten(0, 1) for x in state.weights], [x.flatten(0, 1) for x in state.momentum]
     is_open = opened = None
     if network.blocks > 1:
         is_open = state.position[:, None] >= constant(unlock, state.position)  # [B, E]
         opened = is_open.repeat_interleave(heads, dim=0)[:, None].to(q.dtype)  # [M, 1, E]
 
-    inner = inner_gradients(network, weights, k, v, opened)
-    row = state.position % size
-    at = (row if halo == 0 else row + halo)[:, None, None].expand(-1, heads, 1)  # [B, H, 1]
-    index = at.reshape(-1, 1, 1)
-    factors = [writable(x) for x in (*state.inputs, *state.deltas)]
-    rows = [x.flatten(0, 1) for x in factors]  # views
-    places = {width: index.expand(-1, 1, width) for width in network.row_widths}
-    for x, new in zip(rows, (*inner.inputs, *inner.deltas), strict=True):
-        x.scatter_(1, places[new.shape[2]], new)
+    known_k = known_q = None
+    if network.depth > 1 and not state.current:  # key and query meet the same weights, which are read once
+        known = torch.bmm(torch.cat([k, q], dim=1), weights[0].mT)
+        known_k, known_q = known[:, :1], known[:, 1:]
+    held = known_rows(state.position, size)
+    filled = room if held is None else halo + 1 + max(held)
+    at: int | Tensor
+    if held is not None and window_gate is None and min(held) == max(held):
+        at = halo + held[0]
+    else:
+        at = (halo + state.position % size).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
+    buffer, inputs, deltas = side_by_side(network, state)
+    _put(buffer, at, inner_row(network, weights, k, v, opened, known_k).view(batch, heads, 1, -1))
+    stride = buffer.stride(2)
+    rows = [x.as_strided((flat, filled, x.shape[3]), (room * stride, stride, 1)) for x in (*inputs, *deltas)]
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
-        starts = row == 0
+        starts = state.position % size == 0
         if may_hold(starts):  # the tokens before the chunk, at its anchor
             pairs = inner_gradients(network, weights, recent[0].flatten(0, 1), recent[1].flatten(0, 1), opened)
             begins = starts.repeat_interleave(heads)[:, None, None]
@@ -483,7 +488,6 @@ def step(
         recent = [
             torch.cat([x[:, :, 1:], new.movedim(1, 2)], dim=2) for x, new in zip(recent, (key, value), strict=True)
         ]
-    inputs, deltas = rows[: network.depth], rows[network.depth :]
 
     # S_t = m S_{t-1} - l u_t and M_t = a M_{t-1} + S_t, coefficient by coefficient, `[B, H, R]` and `[B, H, E]`. Under
     # Muon l multiplies S_t instead.
@@ -497,7 +501,7 @@ def step(
     else:
         momentum_keep = momentum * momentum_keep
         added = step * momentum_keep if has_muon else momentum_keep
-        momentum_read = added + (momentum_read if retention is None else retention * momentum_read)
+        momentum_read = added + momentum_read if retention is None else torch.addcmul(added, retention, momentum_read)
     if has_muon:
         orthogonal = step + (orthogonal if retention is None else retention * orthogonal)
     if retention is None:
@@ -513,21 +517,22 @@ def step(
             for new, old in zip((keep, momentum_read, momentum_keep, orthogonal), before, strict=True)
         )
 
-    is_done = row == size - 1
     if state.current:
         gates = per_token.Gates(
             retention=(torch.ones_like(step) if retention is None else retention).reshape(-1, 1),
             step_size=step.reshape(-1, 1),
-            momentum_keep=momentum_keep.reshape(batch * heads, 1, -1),
-            momentum_write=momentum_write.reshape(batch * heads, 1, -1),
+            momentum_keep=momentum_keep.reshape(flat, 1, -1),
+            momentum_write=momentum_write.reshape(flat, 1, -1),
             is_open=opened,
         )
-        output, state = _stepped_per_token(network, q, state, is_done, factors, gates)
+        output, state = _stepped_per_token(network, q, state, (*inputs, *deltas), gates)
     else:
-        of_read = (x.reshape(batch * heads, 1, -1) for x in (*reads, write))
-        output, _ = read(network, q, weights, slots, inputs, deltas, *of_read)
+        of_anchor = reads[0].reshape(flat, 1, -1), reads[1].reshape(flat, 1, -1)
+        of_rows = write[:, :, :filled].reshape(flat, 1, -1)
+        depth = network.depth
+        output, _ = read(network, q, weights, slots, rows[:depth], rows[depth:], *of_anchor, of_rows, known_q)
         coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-        state = _stepped(network, state, is_done, factors, coefficients)
+        state = _stepped(network, state, filled == room, inputs, deltas, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
@@ -537,8 +542,7 @@ def _stepped_per_token(
     network: Network,
     query: Tensor,
     state: DeepMemoryState,
-    is_done: Tensor,
-    factors: list[Tensor],
+    factors: tuple[Tensor, ...],
     gates: per_token.Gates,
 ) -> tuple[Tensor, DeepMemoryState]:
     """What the query reads, and `_stepped`, under Muon at every token: with `M_t`, the next anchor where the token
@@ -547,7 +551,7 @@ def _stepped_per_token(
     slots, current = ([x.flatten(0, 1) for x in tensors] for tensors in (state.momentum, state.current))
     y, *moved = per_token.through(network, query, [x.flatten(0, 1) for x in factors], slots, current, gates)
     new, new_slots = (tuple(x.unflatten(0, rows) for x in tensors) for tensors in moved)
-    done = is_done[:, None, None]
+    done = _is_done(state)
 
     def ended(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(torch.where(done[..., None], a, b) for a, b in zip(now, before, strict=True))
@@ -555,8 +559,8 @@ def _stepped_per_token(
     return y, state._replace(
         weights=ended(new, state.weights),
         momentum=ended(new_slots, state.momentum),
-        inputs=tuple(factors[:depth]),
-        deltas=tuple(factors[depth:]),
+        inputs=factors[:depth],
+        deltas=factors[depth:],
         momentum_write=torch.where(done, 0.0, gates.momentum_write.view_as(state.momentum_write)),
         momentum_keep=torch.where(done, 1.0, gates.momentum_keep.view_as(state.momentum_keep)),
         current=new,
@@ -567,54 +571,89 @@ def _stepped_per_token(
 def _stepped(
     network: Network,
     state: DeepMemoryState,
-    is_done: Tensor,
-    factors: Sequence[Tensor],
+    may_end: bool,
+    inputs: tuple[Tensor, ...],
+    deltas: tuple[Tensor, ...],
     coefficients: tuple[Tensor, ...],
 ) -> DeepMemoryState:
     """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
-    where the token completes a chunk, `is_done` `[B]`."""
-    depth, memory = network.depth, (*state.weights, *state.momentum)
-    if may_hold(is_done):
+    where the token completes the running chunk, which none does unless it `may_end`."""
+    weights, momentum = state.weights, state.momentum
+    if may_end:
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
-        weights, slots = ([x.flatten(0, 1) for x in tensors] for tensors in (state.weights, state.momentum))
-        rows = [x.flatten(0, 1) for x in factors]
+        anchor = [x.flatten(0, 1) for x in weights], [x.flatten(0, 1) for x in momentum]
+        rows = [x.flatten(0, 1) for x in inputs], [x.flatten(0, 1) for x in deltas]
         c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
-        advanced = advance(network, weights, slots, rows[:depth], rows[depth:], *c)
-        done = is_done[:, None, None]
-        memory = tuple(
-            torch.where(done[..., None], new.view_as(old), old)
-            for new, old in zip((*advanced[0], *advanced[1]), memory, strict=True)
+        advanced, done = advance(network, *anchor, *rows, *c), _is_done(state)
+        weights, momentum = (
+            tuple(torch.where(done[..., None], new.view_as(old), old) for new, old in zip(*pair, strict=True))
+            for pair in zip(advanced, (weights, momentum), strict=True)
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
-    names = ("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep", "orthogonal_step")
-    changed: dict[str, Any] = dict(zip(names, coefficients, strict=True))
-    return state._replace(
-        weights=memory[:depth],
-        momentum=memory[depth:],
-        inputs=tuple(factors[:depth]),
-        deltas=tuple(factors[depth:]),
-        **changed,
-        position=state.position + 1,
+    return DeepMemoryState(
+        weights,
+        momentum,
+        inputs,
+        deltas,
+        *coefficients,
+        state.current,
+        state.recent_keys,
+        state.recent_values,
+        state.position + 1,
     )
 
 
-def _exp(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.exp()
+def _is_done(state: DeepMemoryState) -> Tensor:
+    """Whether the next token completes the running chunk, `[B, 1, 1]`."""
+    size = state.write.shape[2] - state.halo
+    return (state.position % size == size - 1)[:, None, None]
 
 
-def _add_window(write: Tensor, at: Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
-    """`write` `[B, H, R]` with `step` `[B, H, 1]` times a token's gates added to its row `at` `[B, H, 1]` and those
-    before it."""
+def known_rows(position: Tensor, size: int) -> list[int] | None:
+    """Where in its running chunk the next token of each row stands, as far as the host knows without waiting: on a CPU.
+    Then rows of tokens to come are not read, no chunk is ended where none ends, and no index is made where all stand
+    alike."""
+    return [at % size for at in position.tolist()] if position.device.type == "cpu" else None
+
+
+def side_by_side(network: Network, state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A buffer `[B, H, R, sum of widths]` that can be written, and its parts, the state's inputs and deltas: those of
+    the state where they lie so already, as a step leaves them, else copies. A token's are written to it at once."""
+    factors, first, width = (*state.inputs, *state.deltas), state.inputs[0], sum(network.row_widths)
+    batch, heads, room, _ = first.shape
+    strides, start, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
+    places = [start + size * before for before in accumulate(network.row_widths[:-1], initial=0)]
+    if first.stride() == strides and [x.data_ptr() for x in factors] == places and may_write(first):
+        return first.as_strided((batch, heads, room, width), strides), state.inputs, state.deltas
+    buffer = torch.cat(factors, dim=-1)
+    parts = buffer.split(network.row_widths, dim=-1)
+    return buffer, parts[: network.depth], parts[network.depth :]
+
+
+def _put(x: Tensor, at: int | Tensor, new: Tensor) -> Tensor:
+    """`new` `[B, H, 1, ...]` in row `at` of `x` `[B, H, R, ...]`, of all alike or `[B, H, 1]`."""
+    if isinstance(at, int):
+        x.narrow(2, at, 1).copy_(new)
+        return x
+    return x.scatter_(2, at.view(*at.shape, *[1] * (x.ndim - 3)).expand(new.shape), new)
+
+
+def _add_window(write: Tensor, at: int | Tensor, step: Tensor, window_gate: Tensor | None) -> Tensor:
+    """`write` `[B, H, R]` with `step` `[B, H, 1]` times a token's gates added to its row `at` and those before it."""
     if window_gate is None:
-        return write.scatter_(2, at, step)
+        return _put(write, at, step)
     gates = step * window_gate[:, 0]  # [B, H, c]
-    rows = at - torch.arange(gates.shape[2], device=at.device)
+    rows = at - torch.arange(gates.shape[2], device=gates.device)
     return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
 
 
 def writable(x: Tensor) -> Tensor:
     """The tensor or a copy: one made under `torch.inference_mode` can be written there only, and rows that share their
     memory, or are not laid out for `flatten` to be a view, cannot be written at all."""
-    misplaced = not x.is_contiguous() or (x.is_inference() and not torch.is_inference_mode_enabled())
-    return x.clone(memory_format=torch.contiguous_format) if misplaced else x
+    return x if x.is_contiguous() and may_write(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def may_write(x: Tensor) -> bool:
+    """Whether in-place operations may change it: what was made under `torch.inference_mode` is changed there only."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()

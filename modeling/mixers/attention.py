@@ -14,11 +14,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
-    rotate_half,
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from memzoo.kernels.registry import may_hold
+from memzoo.kernels.host import may_be
+from memzoo.kernels.registry import constant
 
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
@@ -108,19 +108,36 @@ class CausalAttention(nn.Module):
         Returns:
             `[B, L, H D]` and the new state.
         """
-        q, k = self._heads(x, self.q_proj, self.q_norm), self._heads(x, self.k_proj, self.k_norm)
-        q, k = _rotated(q, k, *rotary)
+        q, k = self._rotated(x, *rotary)
         v = self._heads(x, self.v_proj)
         if state is None:
             state = self._begin(k, prefix)
         keys = torch.cat([state.prefix_keys, state.keys, k], dim=2)
         values = torch.cat([state.prefix_values, state.values, v], dim=2)
-        carried = room if self.carried is None else self.carried
-        return self._attend(q, keys, values, state), self._carry(keys, values, x.shape[1], added, state, carried)
+        implementation = self.config._attn_implementation
+        missing = self._may_miss(state, implementation)
+        y = self._attend(q, keys, values, state, implementation, missing)
+        return y, self._carry(keys, values, x.shape[1], added, state, room, missing)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys `[B, H, L, D]` with the rotary embedding; of a single token, which is bound by the number of
+        torch calls, at once."""
+        if x.shape[1] > 1:
+            q, k = self._heads(x, self.q_proj, self.q_norm), self._heads(x, self.k_proj, self.k_norm)
+            return apply_rotary_pos_emb(q, k, cos, sin)
+        width = self.head_dim
+        q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
+        both = torch.cat([q, k], dim=-1).view(x.shape[0], -1, width)
+        signs = constant((-1,) * (width // 2) + (1,) * (width // 2), sin, sin.dtype)
+        both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin * signs)
+        return both[:, : self.heads, None], both[:, self.heads :, None]
 
     def _heads(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
-        parts = projection(x).unflatten(-1, (-1, self.head_dim))
-        return (parts if norm is None else norm(parts)).transpose(1, 2)
+        return self._projected(x, projection, norm).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _projected(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None) -> Tensor:
+        y = projection(x)
+        return y if norm is None else norm(y.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
     def _begin(self, k: Tensor, prefix: Tensor | None) -> KeyValueState:
         """No carried keys yet, for rows with new keys `k`."""
@@ -135,22 +152,32 @@ class CausalAttention(nn.Module):
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(none, none, valid, prefix_k, prefix_v)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, state: KeyValueState) -> Tensor:
+    def _may_miss(self, state: KeyValueState, implementation: str) -> bool:
+        """Whether rows may carry fewer keys than there is room for. Flash attention drops missing keys, and so asks the
+        device for their number."""
+        held = state.keys.shape[2]
+        if held > 0 and is_flash_attention_requested(None, implementation):
+            return bool((state.valid < held).any())
+        return held > 0 and may_be(state.valid, lambda valid: valid < held)
+
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, state: KeyValueState, implementation: str, missing: bool
+    ) -> Tensor:
         """Blocks of queries as separate batch rows, each with the prefix and the keys that its window reaches.
 
         A block sees the keys of the one before it and its own, so that a long row costs 2 L W, not L^2.
         """
         (batch, _, tokens, _), held, count = q.shape, state.keys.shape[2], state.prefix_keys.shape[2]
         if self.window is None or tokens <= self.window:
-            return self._interface(q, keys, values, count, held - state.valid, held).flatten(2)
+            return self._interface(q, keys, values, count, state.valid, held, implementation, missing).flatten(2)
         size = self.window
         blocks = -(-tokens // size)
         end = blocks * size - tokens
         keys, values = (self._in_blocks(x, count, size - held, end) for x in (keys, values))
         q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
-        # Keys of a block that do not exist: more than `valid` before the row's first new token.
-        first = (size - state.valid[:, None] - size * torch.arange(blocks, device=q.device)).clamp(min=0)
-        y = self._interface(q, keys, values, count, first.flatten(), size)
+        # A block reaches a window back, but no further than `valid` before the row's first new token.
+        valid = (state.valid[:, None] + size * torch.arange(blocks, device=q.device)).clamp(max=size)
+        y = self._interface(q, keys, values, count, valid.flatten(), size, implementation, missing=True)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
     def _in_blocks(self, x: Tensor, prefix: int, start: int, end: int) -> Tensor:
@@ -160,23 +187,30 @@ class CausalAttention(nn.Module):
         fixed = x[:, :, None, :prefix].expand(-1, -1, blocks.shape[2] - 1, -1, -1)
         return torch.cat([fixed, blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
 
-    def _interface(self, q: Tensor, k: Tensor, v: Tensor, count: int, first: Tensor, held: int) -> Tensor:
-        """`[N, H, Q, D]` queries on keys `[N, G, P + R + Q, D]`, the first P = `count` of which all see; of the others,
-        those before `first` `[N]` do not exist."""
-        implementation = self.config._attn_implementation
-        flash = is_flash_attention_requested(self.config)
+    def _interface(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        count: int,
+        valid: Tensor,
+        held: int,
+        implementation: str,
+        missing: bool,
+    ) -> Tensor:
+        """`[N, H, Q, D]` queries on keys `[N, G, P + R + Q, D]`, the first P = `count` of which all see; of the R =
+        `held` next ones the last `valid` `[N]` exist, which can be fewer only where some may be `missing`."""
+        flash = is_flash_attention_requested(None, implementation)
         if flash and count > 0 and self.window is not None:
             raise ValueError(
                 f"attn_implementation={implementation!r} cannot show {count} persistent tokens beyond a sliding "
                 "window; expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
             )
         queries, keys = q.shape[2], k.shape[2]
-        # Flash attention would drop missing keys, and so ask the device for their number: only where there are some.
-        missing = held > 0 and (bool(first.any()) if flash else may_hold(first))
-        mask = valid = None
+        mask = exists = None
         if flash and missing:
             place = torch.arange(keys, device=q.device)
-            valid = (place < count) | (place >= count + first[:, None])
+            exists = (place < count) | (place >= count + held - valid[:, None])
         # One query for which all keys are there, as in steady decoding, needs no mask; building one would cost more
         # than its attention.
         # Nor does a plain causal square under sdpa, which knows it by itself.
@@ -184,15 +218,15 @@ class CausalAttention(nn.Module):
         too_far = self.window is not None and held >= self.window
         if implementation == "sdpa" and queries == 1 and missing and not too_far:
             own = torch.arange(-count, keys - count, device=q.device)
-            mask = own >= first[:, None]
+            mask = own >= held - valid[:, None]
             mask = (mask if count == 0 else mask | (own < 0))[:, None, None]
         elif not square and (flash or missing or queries > 1 or too_far):
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
                 q_length=queries,
                 kv_length=keys,
-                mask_function=self._mask(first, count, held),
-                attention_mask=valid,
+                mask_function=self._mask(held - valid, count, held),
+                attention_mask=exists,
                 allow_is_causal_skip=False,
                 dtype=q.dtype,
                 device=q.device,
@@ -212,7 +246,8 @@ class CausalAttention(nn.Module):
         return y
 
     def _mask(self, first: Tensor, prefix: int, held: int) -> Callable:
-        """Whether query `q_idx` of a block sees key `kv_idx`, as transformers' mask functions ask it."""
+        """Whether query `q_idx` of a block sees key `kv_idx`, as transformers' mask functions ask it; of a row's own
+        keys, those before `first` `[N]` do not exist."""
         window = self.window
 
         def sees(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -231,10 +266,12 @@ class CausalAttention(nn.Module):
         tokens: int,
         added: Tensor | None,
         state: KeyValueState,
-        carried: int | None,
+        room: int | None,
+        missing: bool,
     ) -> KeyValueState:
         """The last `carried` keys and values, or all, to each row's last real token; `keys` end with the new ones."""
-        own = state.keys.shape[2] + tokens
+        held, carried = state.keys.shape[2], room if self.carried is None else self.carried
+        own = held + tokens
         carried = own if carried is None else carried
         # A state that has just begun carries none: padding stands in front.
         wanted = carried if added is None else carried + tokens
@@ -247,15 +284,7 @@ class CausalAttention(nn.Module):
         if added is not None:
             index = (added[:, None] + torch.arange(carried, device=keys.device))[:, None, :, None]
             keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
-        valid = (state.valid + (tokens if added is None else added)).clamp(max=carried)
+        valid = state.valid
+        if missing or held < carried:  # else each row carries as many as it can, and goes on to
+            valid = (valid + (tokens if added is None else added)).clamp(max=carried)
         return state._replace(keys=keys, values=values, valid=valid)
-
-
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys `[B, H, L, D]` with the rotary embedding; of a single token, which is bound by the number of
-    torch calls, at once."""
-    if q.shape[2] > 1:
-        return apply_rotary_pos_emb(q, k, cos, sin)
-    both = torch.cat([q, k], dim=1)
-    both = both * cos[:, None] + rotate_half(both) * sin[:, None]
-    return both[:, : q.shape[1]], both[:, q.shape[1] :]
