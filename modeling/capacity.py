@@ -12,6 +12,7 @@ neighbours do not count), since the state, not the batch, carries the position.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,12 +38,12 @@ class CapacitySchedule:
                 f"CapacitySchedule: blocks={self.blocks}, context={self.context}: expected both to be at least 1."
             )
 
-    @property
+    @cached_property
     def interval(self) -> int:
         """Delta, the tokens between two openings."""
         return max(1, self.context // self.blocks)
 
-    @property
+    @cached_property
     def unlock(self) -> tuple[int, ...]:
         """For each block the number of tokens before it opens: `(e - 1) Delta`."""
         return tuple(block * self.interval for block in range(self.blocks))

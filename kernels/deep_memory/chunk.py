@@ -324,7 +324,12 @@ def inner_gradients(
 
 
 def inner_row(
-    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None, known: Tensor | None
+    network: Network,
+    weights: Sequence[Tensor],
+    key: Tensor,
+    value: Tensor,
+    is_open: Tensor | None,
+    known: Tensor | None,
 ) -> Tensor:
     """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`."""
     activate = network.units.value_and_pullback

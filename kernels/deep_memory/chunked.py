@@ -32,7 +32,15 @@ from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
-from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, inner_row, network_of, read
+from memzoo.kernels.deep_memory.chunk import (
+    Coefficients,
+    Network,
+    advance,
+    inner_gradients,
+    inner_row,
+    network_of,
+    read,
+)
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 from memzoo.kernels.registry import constant, may_hold
 

@@ -19,6 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from memzoo.kernels.host import may_be
 from memzoo.kernels.registry import constant
+from memzoo.modeling.norms import RMSNorm
 
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
@@ -80,7 +81,7 @@ class CausalAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=config.attention_bias)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
+            RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
         )
         self.rotary = HeadRotaryEmbedding(config, self.head_dim)
 

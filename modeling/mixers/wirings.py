@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from memzoo.kernels.norm_gate import norm_gate
+from memzoo.kernels.rms_norm import rms_norm
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
@@ -64,7 +65,7 @@ class MemoryOutput(nn.Module):
         weight = self.norm(y)
         y = y.unflatten(-1, (-1, *weight.shape))
         if self.gating is None:
-            return self.o_proj(F.rms_norm(y, weight.shape, weight, self.eps).flatten(-2))
+            return self.o_proj(rms_norm(y, weight, self.eps).flatten(-2))
         return self.o_proj(norm_gate(y, weight, self.gate_proj(x), **self.gating))
 
 
@@ -136,10 +137,10 @@ class MAG(Wiring):
         return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
-        persistent = self.persistent()
+        persistent = window = None
         if state is None:
+            persistent = self.persistent()
             _, memory_state = self.memory.begin(x.shape[0], x, persistent, step.room)
-            window = None
         else:
             memory_state, window = state
         rotary = step.rotary[self.attention.head_dim]
