@@ -341,7 +341,8 @@ def test_self_modifying_memories_are_the_equation(name: str, bound: float | None
     none = torch.zeros(2, dtype=torch.long)
     with torch.no_grad():
         mixer(x, Step(none, None, none + x.shape[1], {}), None)
-        streams, _ = mixer.conv(mixer.in_proj(x), x.new_zeros(2, 3, mixer.in_proj.out_features), None)
+        tail = x.new_zeros(2, 3, mixer.in_proj.out_features)
+        streams, _ = mixer.conv.convolve(mixer.in_proj(x), mixer.conv.weight, tail, None)
     u, q = streams.unflatten(-1, (-1, 2, 12))[:, :, [0, -1]].unbind(2)  # the query of an adapted one is not used
     for row in range(2):
         for head in range(2):
