@@ -64,8 +64,8 @@ LAUNCHES = {
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
 step, read, gates and write, is one of them wherever there is a kernel for it: not for Muon at every token, exponential
 features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts three more kernels per layer
-of the memory. The rest is projections, the convolution, units of length, gates, rotations, the attention with its mask,
-and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and
+of the memory. The convolution with queries and keys of unit length is one, all gates from their logits are one. The
+rest is projections, features, rotations, the attention with its mask, and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and
 a chain or a managed memory its own, which are not counted)."""
 ASKING = {
     "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which no other token takes",
