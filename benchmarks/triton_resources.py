@@ -32,6 +32,7 @@ from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.gates import triton as gates
 from memzoo.kernels.linear_attention import triton as linear_attention
+from memzoo.kernels.monomials import triton as monomials
 from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.norm_gate import triton as norm_gate
 from memzoo.kernels.short_conv import triton as short_conv
@@ -181,6 +182,13 @@ def inner_gates(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: i
         gates.backward(gates.forward(logits, *decay, *each), logits, *decay, *each)
 
 
+def features(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, key_dim: int = 48) -> None:
+    """Of queries and keys in float32, on a projection and without."""
+    x, coefficient = meta(2, batch, tokens, heads, key_dim), meta(heads, dtype=dtype)
+    for projection in (meta(heads, key_dim, 4, dtype=dtype), None):
+        monomials.forward(x, coefficient, coefficient, projection)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -189,6 +197,7 @@ OPS: dict[str, Callable[..., None]] = {
     "newton_schulz": newton,
     "norm_gate": gate,
     "gates": inner_gates,
+    "monomials": features,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}
@@ -288,9 +297,7 @@ def rows(
     op: str, targets: Sequence[str], dtypes: Sequence[str], wide: bool, record: Sequence[dict[str, Any]] = ()
 ) -> Iterator[dict[str, Any]]:
     """One for each kernel, dtype and target, the narrow heads first; those of `record` as they are."""
-    classes = (
-        ({}, WIDE) if wide and op not in ("short_conv", "deep_memory", "newton_schulz", "norm_gate", "gates") else ({},)
-    )
+    classes = ({}, WIDE) if wide and op in ("linear_attention", "delta_rule") else ({},)
     for name, sizes, target in itertools.product(dtypes, classes, targets):
         for launch in launches(op, DTYPES[name], target, **sizes):
             about = identity(op, name, target, launch)

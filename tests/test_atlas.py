@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memzoo import AtlasConfig, DeepTransformerConfig, DLAConfig, DotConfig, OmegaNetConfig, SWDTConfig, TitansConfig
+from memzoo.kernels.monomials.chunked import _made
 from memzoo.kernels.newton_schulz import newton_schulz
-from memzoo.modeling.mixers.features import _monomials
 
 BOUND = MODEL[torch.float64]
 SHAPE: dict[str, Any] = {
@@ -283,7 +283,7 @@ def test_default_muon_does_not_amplify_errors_on_a_repetitive_text(chunk_size: i
 
 
 def test_inference_first_does_not_spoil_training() -> None:
-    _monomials.cache_clear()
+    _made.cache_clear()
     model = zoo.build("omeganet-lmm-e1")
     ids = zoo.tokens(1, 9)
     with torch.inference_mode():

@@ -38,14 +38,14 @@ pytest.importorskip("triton")
 LAUNCHES = {
     "titans-lmm-e1": 8,
     "titans-mag-e1": 26,
-    "atlas-lmm-e1": 35,
+    "atlas-lmm-e1": 15,
     "titans-lmm-e16": 8,
     "titans-mac-e16": 86,
     "titans-mal-skip-e16": 29,
-    "omeganet-lmm-e1": 29,
+    "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,
-    "atlas-gated-e1": 54,
-    "atlas-gated-token-e16": 309,
+    "atlas-gated-e1": 34,
+    "atlas-gated-token-e16": 289,
     "retnet-e1": 11,
     "retnet-e4": 23,
     "deltanet-e1": 8,
@@ -64,9 +64,10 @@ LAUNCHES = {
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
 step, read, gates and write, is one of them wherever there is a kernel for it: not for Muon at every token, exponential
 features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts three more kernels per layer
-of the memory. The rest is projections, the convolution, units of length, gates, rotations, the attention with its mask,
-and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and
-a chain or a managed memory its own, which are not counted)."""
+of the memory. The convolution with queries and keys of unit length is one, so are all gates from their logits and
+monomials of degree 2. The rest is projections, rotations, the attention with its mask, and the norm with the gate. What
+a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and a chain or a managed memory its
+own, which are not counted)."""
 ASKING = {
     "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which no other token takes",
     "hope_attention-nested": "the same",

@@ -33,13 +33,18 @@ triton = pytest.importorskip("triton")
 import scripts  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
-OPS = ["short_conv", "linear_attention", "delta_rule", "deep_memory", "newton_schulz", "norm_gate", "gates"]
-WITHOUT_TENSOR_CORES = (
+OPS = [
     "short_conv",
+    "linear_attention",
+    "delta_rule",
+    "deep_memory",
     "newton_schulz",
     "norm_gate",
     "gates",
-)  # no products, or products of float32 numbers
+    "monomials",
+]
+# No products, or products of float32 numbers.
+WITHOUT_TENSOR_CORES = ("short_conv", "newton_schulz", "norm_gate", "gates", "monomials")
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
 from memzoo.kernels import linear_attention as linear
+from memzoo.kernels import monomials as mono
 from memzoo.kernels import short_conv as conv
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
@@ -28,6 +29,8 @@ from memzoo.kernels.gates import make_inputs as gate_inputs
 from memzoo.kernels.gates import triton as gates_triton
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.linear_attention import triton as linear_triton
+from memzoo.kernels.monomials import monomials
+from memzoo.kernels.monomials import triton as mono_triton
 from memzoo.kernels.newton_schulz import newton_schulz
 from memzoo.kernels.newton_schulz import triton as newton_triton
 from memzoo.kernels.norm_gate import make_inputs as norm_inputs
@@ -476,6 +479,42 @@ def test_gates_as_torch_sees_them() -> None:
         ):
             found = torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
             assert set(found.values()) == {"SUCCESS"}
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("width", "rank", "batch"), [(20, 4, (2, 3)), (5, None, (1,)), (48, 17, (2, 1, 2)), (1, 1, (3, 1))], ids=str
+)
+def test_monomials(width: int, rank: int | None, batch: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of vectors in float32, some of them 0, by parameters in the model's dtype."""
+    args = mono.make_inputs(*batch, width=width, rank=rank)
+    args["x"][0] = 0
+    x, parameters = args["x"].float(), [b.to(dtype) for b in args["coefficients"]]
+    projection = None if rank is None else args["projection"].to(dtype)
+    exact = None if projection is None else projection.double()
+    want = monomials(x.double(), [b.double() for b in parameters], exact, backend="reference")
+    with torch.no_grad():
+        got = monomials(x, parameters, projection, backend="triton")
+    close(got.double(), want, OP[torch.float32])
+    leaf = x.clone().requires_grad_()
+    learned = monomials(leaf, parameters, projection, backend="triton")
+    close(learned.double(), want, OP[torch.float32])
+    assert torch.autograd.grad(learned.sum(), leaf)[0].isfinite().all()
+
+
+def test_monomials_as_torch_sees_them() -> None:
+    x, coefficients, projection = mono.make_inputs(2, dtype=torch.float32).values()
+    for given in ((x, *coefficients, projection), (x, *coefficients, None)):
+        found = torch.library.opcheck(mono_triton._monomials, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    with torch.no_grad():  # queries and keys, each of them whole
+        y = monomials(torch.randn(3, 1, 2, 3, 6), coefficients, projection, backend="triton")
+    assert y.shape == (3, 1, 2, 3, 16)
+    assert all(each.is_contiguous() for each in y.unbind(2))
+    with pytest.raises(ValueError, match="computes degree 2, got 3"):
+        monomials(x, [*coefficients, coefficients[0]], projection, backend="triton")
+    with pytest.raises(ValueError, match="vectors of up to 1024 and squares of up to 64 on chip, got 65 and 65"):
+        monomials(torch.randn(2, 3, 65), coefficients, None, backend="triton")
 
 
 NORM_GATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

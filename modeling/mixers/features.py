@@ -6,16 +6,14 @@ A memory of d inputs stores about d pairs; one of D features of them stores abou
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from memzoo.kernels.unit_length import unit_length
+from memzoo.kernels.monomials import monomials
 
 
 class FeatureMap(nn.Module):
@@ -58,11 +56,6 @@ class Polynomial(FeatureMap):
         for degree, b in enumerate(self.coefficients, start=1):
             init.constant_(b, math.factorial(degree) ** -0.5)
 
-    def scales(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """`b_i / sqrt(sum a)`, `[H, 1]` for each degree."""
-        b = torch.stack(self.coefficients).to(dtype)
-        return (b / b.square().sum(0).sqrt())[..., None].unbind(0)
-
 
 class Powers(Polynomial):
     """`phi(x) = (b_1 x, b_2 x^2, ..., b_p x^p)`, elementwise: cheap, and not the map of ATLAS, whose products of
@@ -73,22 +66,18 @@ class Powers(Polynomial):
         self.width = inputs * degree
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([b * x**i for i, b in enumerate(self.scales(x.dtype), start=1)], dim=-1)
+        b = torch.stack(self.coefficients).to(x.dtype)
+        scales = (b / torch.linalg.vector_norm(b, dim=0))[..., None]
+        return torch.cat([scale * x**i for i, scale in enumerate(scales, start=1)], dim=-1)
 
 
 class Monomials(Polynomial):
-    """All monomials of degree 1 to p (ATLAS Eq 5 and 22), so that, up to the division,
+    """All monomials of degree 1 to p; see `memzoo.kernels.monomials`. With a projection, those of degree 2 and more are
+    of `P x / |P x|` with a learned `P` per head."""
 
-        phi(x) . phi(y) = sum_i a_i (x . y)^i
-
-    Each monomial stands once, with the root of its multiplicity, for the entries of `x^(x)i` that equal it. With a
-    projection, degrees 2 and more are those of `P x / |P x|` with a learned `P` per head.
-
-    Deviations: no constant, which in a deep memory would be one more bias (`feature_dim` and this are ours).
-    """
-
-    def __init__(self, heads: int, inputs: int, degree: int, projected: int | None) -> None:
+    def __init__(self, heads: int, inputs: int, degree: int, projected: int | None, backend: str = "auto") -> None:
         super().__init__(heads, inputs, degree)
+        self.backend = backend
         rank = inputs if projected is None else projected
         self.width = inputs + sum(math.comb(rank + i - 1, i) for i in range(2, 1 + degree))
         unused = projected is None or degree == 1
@@ -100,34 +89,14 @@ class Monomials(Polynomial):
             init.normal_(self.projection, 0.0, self.inputs**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *rest = self.scales(x.dtype)
-        if self.projection is None:
-            z = x
-        else:
-            z = unit_length((x[..., None, :] @ self.projection.to(x.dtype))[..., 0, :])
-        parts = [first * x]
-        for degree, b in enumerate(rest, start=2):
-            places, roots = _monomials(z.shape[-1], degree, z.device)
-            factors = [z[..., place] for place in places]
-            parts.append(b * roots.to(z) * math.prod(factors[1:], start=factors[0]))
-        return torch.cat(parts, dim=-1)
-
-
-@cache
-def _monomials(width: int, degree: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The factors' coordinates of every monomial, a tensor per factor, and the roots of their multiplicities."""
-    every = list(itertools.combinations_with_replacement(range(width), degree))
-    counts = [math.factorial(degree) // math.prod(math.factorial(one.count(i)) for i in set(one)) for one in every]
-    with torch.inference_mode(False):  # whatever the mode of the first caller
-        places = torch.tensor(every, device=device).unbind(1)
-        return places, torch.tensor(counts, dtype=torch.float64, device=device).sqrt()
+        return monomials(x, self.coefficients, self.projection, backend=self.backend)
 
 
 def feature_map(config: PreTrainedConfig) -> FeatureMap:
     """The map that a config asks for."""
     heads, inputs, degree = config.num_attention_heads, config.head_dim, config.feature_degree
     if config.feature_map == "monomials":
-        return Monomials(heads, inputs, degree, config.feature_dim)
+        return Monomials(heads, inputs, degree, config.feature_dim, config.kernel_backend)
     if config.feature_map == "powers":
         return Powers(heads, inputs, degree)
     return FeatureMap(heads, inputs)
