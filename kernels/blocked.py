@@ -50,7 +50,7 @@ def blocked(
     if first.shape[1] <= size:
         return f(torch.cat([before, first], dim=1) if before is not None and halo else first, *inputs[1:], *params)
     if before is None:
-        before = first[:, :0]
+        before = first[:, :0].detach()
     tensors = (*inputs, *params)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (before, *tensors)):
         return _Blocked.apply(f, size, len(inputs), before, *tensors)

@@ -27,12 +27,9 @@ def without_dust(x: Tensor) -> Tensor:
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_gate: Tensor) -> Tensor:
-        size = log_gate.shape[-1]
-        products = log_gate.new_zeros(*log_gate.shape[:-1], 1 + size, 1 + size)
-        sums = products[..., 1:, :]
-        outside = torch.ones(size, 1 + size, dtype=torch.bool, device=log_gate.device).triu(1)  # n <= j, n = 1..C
-        sums.copy_(log_gate[..., None]).masked_fill_(outside, 0)
-        products = without_dust(products.cumsum_(-2).exp_()).tril_()
+        from_first = F.pad(log_gate, (1, 0))[..., None]
+        sums = from_first.expand(*from_first.shape[:-1], from_first.shape[-2]).tril(-1)  # row n: 0 for n <= j
+        products = without_dust(sums.cumsum_(-2).exp_()).tril_()
         ctx.save_for_backward(products)
         return products
 
@@ -40,10 +37,9 @@ class _Products(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_products: Tensor) -> Tensor:
         (products,) = ctx.saved_tensors
-        size = products.shape[-1] - 1
-        d_sums = (d_products * products)[..., 1:, :]
-        later = torch.ones(size, size, dtype=products.dtype, device=products.device).triu()  # t >= n
-        return (later @ d_sums).tril_().sum(-1)
+        size = products.shape[-1]
+        earlier = torch.ones(size, size - 1, dtype=products.dtype, device=products.device).triu()  # j < n
+        return ((d_products * products) @ earlier).tril_(-1).sum(-2)  # t >= n
 
 
 class Decays(NamedTuple):

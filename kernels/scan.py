@@ -7,13 +7,11 @@ and what it computes is small enough for the caches of a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from memzoo.kernels.blocked import piece
 
@@ -37,17 +35,46 @@ def scan(
     outputs = []
     for arguments in pieces:
         if recompute:
-            # Flat: `checkpoint` guards the tensors among its own arguments against changes, no nested ones.
             leaves, spec = pytree.tree_flatten((state, arguments))
-            y, state = checkpoint(partial(_unflat, f, spec), *leaves, use_reentrant=False, preserve_rng_state=False)
+            y, spec, *leaves = _Piece.apply(f, spec, *leaves)
+            state = pytree.tree_unflatten(leaves, spec)
         else:
             y, state = _read(f, state, arguments)
         outputs.append(y)
     return torch.cat(outputs, dim=1), state
 
 
-def _unflat(f: Callable[..., tuple[Tensor, State]], spec: pytree.TreeSpec, *leaves: Any) -> tuple[Tensor, State]:
-    return _read(f, *pytree.tree_unflatten(leaves, spec))
+class _Piece(torch.autograd.Function):
+    """`f` of one piece, flat, which keeps what it is given and computes it again in the backward: what
+    `torch.utils.checkpoint` does, without its look at every tensor that is kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Callable[..., Any], spec: pytree.TreeSpec, *leaves: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.f, ctx.spec = f, spec
+        ctx.others = [None if isinstance(x, Tensor) else x for x in leaves]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves))
+        y, state = _read(f, *pytree.tree_unflatten(leaves, spec))
+        device = y.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        found, spec = pytree.tree_flatten(state)
+        return y, spec, *found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_y: Tensor | None, _: None, *d_state: Tensor | None) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[2:]
+        leaves = [
+            x if saved is None else saved.detach().requires_grad_(is_needed)
+            for x, saved, is_needed in zip(ctx.others, ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            y, state = _read(ctx.f, *pytree.tree_unflatten(leaves, ctx.spec))
+        given = zip((y, *pytree.tree_leaves(state)), (d_y, *d_state), strict=True)
+        pairs = [(x, d) for x, d in given if d is not None and x.requires_grad]
+        wanted = [x for x, is_needed in zip(leaves, needed, strict=True) if is_needed]
+        found = iter(torch.autograd.grad([x for x, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True))
+        return (None, None, *(next(found) if is_needed else None for is_needed in needed))
 
 
 def _read(f: Callable[..., tuple[Tensor, State]], state: State, arguments: tuple[Any, ...]) -> tuple[Tensor, State]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memzoo.kernels.decay import without_dust
-from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunk_decays, chunks, unchunked
+from memzoo.kernels.decay import decays, without_dust
+from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunks, plus_product, products, unchunked
 from memzoo.kernels.registry import as_given
 from memzoo.kernels.scan import scan, split
 
@@ -78,7 +78,7 @@ def _segment(
     q, k, v = (chunks(x, size) for x in (query, key, value))
     p = k if erase_key is None else chunks(erase_key, size)
     beta = chunks(strength, size)[..., None]  # [B, H, N, C, 1]
-    decay = chunk_decays(log_retention, query, size)
+    decay = decays(products(None if log_retention is None else chunks(log_retention, size), q, size))
     until, from_start = decay.inside, decay.from_start  # P(e, .)
     if not erase_after_decay:
         until, from_start = decay.inside_before, decay.from_start_before
@@ -86,7 +86,7 @@ def _segment(
     u, w = _Solve.apply(written @ k.mT * until, beta * v, written * from_start)
     kept = decay.whole.expand(*q.shape[:3], 1, 1)
     starts, deltas, state = _States.apply(state, u, w, (k * decay.to_end).mT, kept)
-    y = (q * decay.from_start) @ starts + (q @ k.mT * decay.inside) @ deltas
+    y = plus_product((q * decay.from_start) @ starts, q @ k.mT * decay.inside, deltas)
     return unchunked(y, tokens), state
 
 

@@ -3,6 +3,8 @@
 With `P(t, j)` the product of the retentions after j up to t, `S_0` the state at the chunk's start,
 
     Y = diag(P(., 0)) Q S_0 + sum_j (Q K_j^T * P) V_j,    S_C = P(C, 0) S_0 + sum_j (diag(P(C, .)) K_j)^T V_j
+
+The states at all chunks' starts are one product, too: of what the chunks write with the products over whole chunks.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memzoo.kernels.decay import Decays, decays, interval_products
+from memzoo.kernels.decay import decays, interval_products
 from memzoo.kernels.scan import scan, split
 
 CHUNK = 64
@@ -53,11 +55,19 @@ def unchunked(y: Tensor, tokens: int) -> Tensor:
     return y.movedim(1, 3).flatten(1, 2)[:, :tokens]
 
 
-def chunk_decays(log_retention: Tensor | None, like: Tensor, size: int) -> Decays:
-    """Of every chunk, `[B, H, N, ...]`; for no retention those of a single one that broadcasts."""
-    if log_retention is None:
-        return decays(torch.ones(1 + size, 1 + size, dtype=like.dtype, device=like.device).tril())
-    return decays(interval_products(chunks(log_retention, size)))
+def products(log_gate: Tensor | None, like: Tensor, size: int) -> Tensor:
+    """`P` over `size` intervals, `[..., 1 + size, 1 + size]`, of gates `[..., size]`; for none a single one that
+    broadcasts."""
+    if log_gate is None:
+        return torch.ones(1 + size, 1 + size, dtype=like.dtype, device=like.device).tril()
+    return interval_products(log_gate)
+
+
+def _states(state: Tensor, written: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Those at the chunks' starts, `[B, H, N, K, V]`, and the last; `kept` is `P` over chunks."""
+    parts = torch.cat([state[:, :, None], written], dim=2).flatten(-2)
+    starts, last = kept[..., :-1, :] @ parts, kept[..., -1:, :] @ parts
+    return starts.view_as(written), last.view_as(state)
 
 
 def _segment(
@@ -65,14 +75,17 @@ def _segment(
 ) -> tuple[Tensor, Tensor]:
     tokens = query.shape[1]
     size = min(CHUNK, tokens)
-    q, decay = chunks(query, size), chunk_decays(log_retention, query, size)
+    q, gate = chunks(query, size), None if log_retention is None else chunks(log_retention, size)
     streams = [(chunks(k, size), chunks(v, size)) for k, v in zip(key.unbind(2), value.unbind(2), strict=True)]
-    y = sum((q @ k.mT * decay.inside) @ v for k, v in streams)
+    decay = decays(products(gate, q, size))
     written: Tensor = sum((k * decay.to_end).mT @ v for k, v in streams)  # type: ignore[assignment]  # [B, H, N, K, V]
-    kept = decay.whole.expand(*q.shape[:3], 1, 1)
-    starts = []
-    for keep, new in zip(kept.unbind(2), written.unbind(2), strict=True):
-        starts.append(state)
-        state = keep * state + new
-    y = y + (q * decay.from_start) @ torch.stack(starts, dim=2)
+    starts, state = _states(state, written, products(None if gate is None else gate.sum(-1), q, q.shape[2]))
+    y = (q * decay.from_start) @ starts
+    for k, v in streams:
+        y = plus_product(y, q @ k.mT * decay.inside, v)
     return unchunked(y, tokens), state
+
+
+def plus_product(y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`y + a @ b` of chunks, in one pass over y."""
+    return torch.baddbmm(y.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).view_as(y)
