@@ -324,16 +324,21 @@ def inner_gradients(
 
 
 def inner_row(
-    network: Network, weights: Sequence[Tensor], key: Tensor, value: Tensor, is_open: Tensor | None, known: Tensor | None
+    network: Network,
+    weights: Sequence[Tensor],
+    key: Tensor,
+    value: Tensor,
+    is_open: Tensor | None,
+    known: Tensor | None,
 ) -> Tensor:
-    """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`."""
-    activate = network.units.value_and_pullback
+    """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`; `known`
+    as in `_there_and_back`."""
+    activate, bound = network.units.value_and_pullback, network.max_gradient_norm
     inputs, deltas, _ = _there_and_back(network, weights, key, value, is_open, activate, known)
     row = torch.cat([*inputs, *deltas], dim=-1)
-    if network.max_gradient_norm < math.inf and row.device.type == "cpu":
-        # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: mostly enough, and cheaper.
-        if _norm(row).max().item() ** 2 / 2 <= network.max_gradient_norm:
-            return row
+    # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: one norm is mostly enough.
+    if bound == math.inf or (row.device.type == "cpu" and _norm(row).max().item() ** 2 / 2 <= bound):
+        return row
     clip = _clip(network, inputs, deltas)
     return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)
 

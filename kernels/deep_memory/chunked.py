@@ -32,7 +32,15 @@ from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
-from memzoo.kernels.deep_memory.chunk import Coefficients, Network, advance, inner_gradients, inner_row, network_of, read
+from memzoo.kernels.deep_memory.chunk import (
+    Coefficients,
+    Network,
+    advance,
+    inner_gradients,
+    inner_row,
+    network_of,
+    read,
+)
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
 from memzoo.kernels.registry import constant, may_hold
 
@@ -76,19 +84,21 @@ def computed(
     """The op by a walk over chunks and a step for a single token without autograd."""
     every_token = muon is not None and muon.every == "token"
     network = network_of(
-        widths=(*(w.shape[-1] for w in state.weights), state.weights[-1].shape[-2]),
-        gated=is_gated(state.weights),
-        activation=activation,
-        residual=residual,
-        objective=objective,
-        momentum=bool(state.momentum),
-        blocks=len(unlock),
-        max_gradient_norm=max_gradient_norm,
-        newton_schulz_steps=None if muon is None else muon.steps,
+        (*[w.shape[-1] for w in state.weights], state.weights[-1].shape[-2]),
+        is_gated(state.weights),
+        activation,
+        residual,
+        objective,
+        bool(state.momentum),
+        len(unlock),
+        max_gradient_norm,
+        None if muon is None else muon.steps,
     )
     memory = (*state.weights, *state.momentum)
-    inputs = (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad
+        for x in (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
+    )
     if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable:
         return one_token(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
 
@@ -591,12 +601,18 @@ def _stepped(
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
+    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = coefficients
     return DeepMemoryState(
         weights,
         momentum,
         inputs,
         deltas,
-        *coefficients,
+        write,
+        momentum_write,
+        keep,
+        momentum_read,
+        momentum_keep,
+        orthogonal,
         state.current,
         state.recent_keys,
         state.recent_values,

@@ -136,10 +136,10 @@ class MAG(Wiring):
         return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
-        persistent = self.persistent()
+        window = persistent = None
         if state is None:
+            persistent = self.persistent()
             _, memory_state = self.memory.begin(x.shape[0], x, persistent, step.room)
-            window = None
         else:
             memory_state, window = state
         rotary = step.rotary[self.attention.head_dim]
