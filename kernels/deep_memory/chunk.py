@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -138,6 +139,11 @@ class Network:
     def row_widths(self) -> tuple[int, ...]:
         """Widths of a token's inputs, then deltas."""
         return (*self.widths[:-1], *self.outs)
+
+    @cached_property
+    def row_starts(self) -> tuple[int, ...]:
+        """Where each of them begins, side by side, and where the last ends."""
+        return tuple(accumulate(self.row_widths, initial=0))
 
     def scales_inputs(self, layer: int) -> bool:
         """Whether a coefficient of a layer's weights multiplies its inputs (else its outputs).

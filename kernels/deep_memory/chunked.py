@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -636,10 +635,11 @@ def known_rows(position: Tensor, size: int) -> list[int] | None:
 def side_by_side(network: Network, state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A buffer `[B, H, R, sum of widths]` that can be written, and its parts, the state's inputs and deltas: those of
     the state where they lie so already, as a step leaves them, else copies. A token's are written to it at once."""
-    factors, first, width = (*state.inputs, *state.deltas), state.inputs[0], sum(network.row_widths)
+    factors, first = (*state.inputs, *state.deltas), state.inputs[0]
     batch, heads, room, _ = first.shape
-    strides, start, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
-    places = [start + size * before for before in accumulate(network.row_widths[:-1], initial=0)]
+    *starts, width = network.row_starts
+    strides, begin, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
+    places = [begin + size * start for start in starts]
     if first.stride() == strides and [x.data_ptr() for x in factors] == places and may_write(first):
         return first.as_strided((batch, heads, room, width), strides), state.inputs, state.deltas
     buffer = torch.cat(factors, dim=-1)
