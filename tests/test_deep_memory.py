@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -180,6 +181,31 @@ def test_any_cut_gives_the_same(backend: str, hidden: tuple[int, ...], blocks: i
             close(torch.cat(outputs, dim=1), want, OP[torch.float64])
             for a, b in zip(memory_of(state), memory_of(want_state), strict=True):
                 close(a, b, OP[torch.float64])
+
+
+def test_a_step_writes_a_token_where_the_others_lie() -> None:
+    """In the buffer that the last step left, but in none of another's, nor in one of inference mode outside of it."""
+    args = arguments(tokens=TOKENS, hidden=(16,), chunk_size=16)
+    want, _ = deep_memory(**args, backend="reference")
+
+    def step(at: int, state: DeepMemoryState) -> DeepMemoryState:
+        y, state = deep_memory(**piece(args, at, at + 1, state), backend="chunked")
+        close(y, want[:, at : at + 1], OP[torch.float64])
+        return state
+
+    def alone(factors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """As they lie, each in a storage of its own."""
+        return tuple(copy.deepcopy(x) for x in factors)
+
+    with torch.no_grad():
+        _, state = deep_memory(**piece(args, 0, 3, args["state"]), backend="chunked")
+        state = step(3, state)
+        after = step(4, state)
+        assert all(a is b for a, b in zip((*after.inputs, *after.deltas), (*state.inputs, *state.deltas), strict=True))
+        after = step(5, after._replace(inputs=alone(after.inputs), deltas=alone(after.deltas)))
+        with torch.inference_mode():
+            after = step(7, step(6, after._replace(inputs=alone(after.inputs))))
+        step(8, after)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -86,20 +86,26 @@ def _gelu_value(h: Tensor) -> Tensor:
 
 
 def _gelu_pullback(r: Tensor, h: Tensor) -> Tensor:
-    backward = torch.ops.aten.gelu_backward
-    return backward(r.transpose(0, -1), h.transpose(0, -1)).transpose(0, -1) if _few(h) else backward(r, h)
+    if _few(h):
+        return _gelu_backward(r.transpose(0, -1), h.transpose(0, -1)).transpose(0, -1)
+    return _gelu_backward(r, h)
+
+
+_gelu_backward, _silu_backward, _tanh_backward = (
+    op.default for op in (torch.ops.aten.gelu_backward, torch.ops.aten.silu_backward, torch.ops.aten.tanh_backward)
+)
 
 
 ACTIVATION: dict[str, Activation] = {
     "gelu": Activation(_gelu_value, _gelu_pullback, _gelu),
     "gelu_tanh": Activation(
         lambda h: F.gelu(h, approximate="tanh"),
-        lambda r, h: torch.ops.aten.gelu_backward(r, h, approximate="tanh"),
+        lambda r, h: _gelu_backward(r, h, approximate="tanh"),
         _gelu_tanh,
     ),
-    "silu": Activation(F.silu, lambda r, h: torch.ops.aten.silu_backward(r, h), _silu),
+    "silu": Activation(F.silu, _silu_backward, _silu),
     "relu": Activation(F.relu, lambda r, h: r * (h > 0), _relu),
-    "tanh": Activation(torch.tanh, lambda r, h: torch.ops.aten.tanh_backward(r, torch.tanh(h)), _tanh),
+    "tanh": Activation(torch.tanh, lambda r, h: _tanh_backward(r, torch.tanh(h)), _tanh),
 }
 
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -138,6 +139,11 @@ class Network:
     def row_widths(self) -> tuple[int, ...]:
         """Widths of a token's inputs, then deltas."""
         return (*self.widths[:-1], *self.outs)
+
+    @cached_property
+    def row_starts(self) -> tuple[int, ...]:
+        """Where each of them begins, side by side, and where the last ends."""
+        return tuple(accumulate(self.row_widths, initial=0))
 
     def scales_inputs(self, layer: int) -> bool:
         """Whether a coefficient of a layer's weights multiplies its inputs (else its outputs).
@@ -331,14 +337,14 @@ def inner_row(
     is_open: Tensor | None,
     known: Tensor | None,
 ) -> Tensor:
-    """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`."""
-    activate = network.units.value_and_pullback
+    """Inputs, then deltas, of `inner_gradients` of a single token side by side, `[M, 1, sum of their widths]`; `known`
+    as in `_there_and_back`."""
+    activate, bound = network.units.value_and_pullback, network.max_gradient_norm
     inputs, deltas, _ = _there_and_back(network, weights, key, value, is_open, activate, known)
     row = torch.cat([*inputs, *deltas], dim=-1)
-    if network.max_gradient_norm < math.inf and row.device.type == "cpu":
-        # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: mostly enough, and cheaper.
-        if _norm(row).max().item() ** 2 / 2 <= network.max_gradient_norm:
-            return row
+    # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: one norm is mostly enough.
+    if bound == math.inf or (row.device.type == "cpu" and _norm(row).max().item() ** 2 / 2 <= bound):
+        return row
     clip = _clip(network, inputs, deltas)
     return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -84,19 +83,21 @@ def computed(
     """The op by a walk over chunks and a step for a single token without autograd."""
     every_token = muon is not None and muon.every == "token"
     network = network_of(
-        widths=(*(w.shape[-1] for w in state.weights), state.weights[-1].shape[-2]),
-        gated=is_gated(state.weights),
-        activation=activation,
-        residual=residual,
-        objective=objective,
-        momentum=bool(state.momentum),
-        blocks=len(unlock),
-        max_gradient_norm=max_gradient_norm,
-        newton_schulz_steps=None if muon is None else muon.steps,
+        (*[w.shape[-1] for w in state.weights], state.weights[-1].shape[-2]),
+        is_gated(state.weights),
+        activation,
+        residual,
+        objective,
+        bool(state.momentum),
+        len(unlock),
+        max_gradient_norm,
+        None if muon is None else muon.steps,
     )
     memory = (*state.weights, *state.momentum)
-    inputs = (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad
+        for x in (query, key, value, log_retention, log_momentum, step_size, window_gate, *memory)
+    )
     if query.shape[1] == 1 and lengths is None and state.inputs and not differentiable:
         return one_token(network, query, key, value, log_retention, log_momentum, step_size, window_gate, state, unlock)
 
@@ -599,12 +600,18 @@ def _stepped(
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
         coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
+    write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = coefficients
     return DeepMemoryState(
         weights,
         momentum,
         inputs,
         deltas,
-        *coefficients,
+        write,
+        momentum_write,
+        keep,
+        momentum_read,
+        momentum_keep,
+        orthogonal,
         state.current,
         state.recent_keys,
         state.recent_values,
@@ -628,10 +635,11 @@ def known_rows(position: Tensor, size: int) -> list[int] | None:
 def side_by_side(network: Network, state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A buffer `[B, H, R, sum of widths]` that can be written, and its parts, the state's inputs and deltas: those of
     the state where they lie so already, as a step leaves them, else copies. A token's are written to it at once."""
-    factors, first, width = (*state.inputs, *state.deltas), state.inputs[0], sum(network.row_widths)
+    factors, first = (*state.inputs, *state.deltas), state.inputs[0]
     batch, heads, room, _ = first.shape
-    strides, start, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
-    places = [start + size * before for before in accumulate(network.row_widths[:-1], initial=0)]
+    *starts, width = network.row_starts
+    strides, begin, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
+    places = [begin + size * start for start in starts]
     if first.stride() == strides and [x.data_ptr() for x in factors] == places and may_write(first):
         return first.as_strided((batch, heads, room, width), strides), state.inputs, state.deltas
     buffer = torch.cat(factors, dim=-1)

@@ -137,7 +137,7 @@ class MAG(Wiring):
         return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: BranchState | None) -> tuple[Tensor, BranchState]:
-        persistent = window = None
+        window = persistent = None
         if state is None:
             persistent = self.persistent()
             _, memory_state = self.memory.begin(x.shape[0], x, persistent, step.room)
