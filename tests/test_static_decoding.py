@@ -56,9 +56,9 @@ LAUNCHES = {
     "swdt-e1": 60,
     "dot-e4": 83,
     "deep_transformer-mlp-e1": 96,
-    "transformer_pp-mixed": 20,
-    "hope_attention-e1": 18,
-    "hope-stream": 111,
+    "transformer_pp-mixed": 19,
+    "hope_attention-e1": 17,
+    "hope-stream": 85,
     "memory_managed-e1": 10,
 }
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own

@@ -109,8 +109,7 @@ class CausalAttention(nn.Module):
         Returns:
             `[B, L, H D]` and the new state.
         """
-        q, k = self._rotated(x, *rotary)
-        v = self._heads(x, self.v_proj)
+        q, k, v = self._heads_of(x, *rotary)
         if state is None:
             state = self._begin(k, prefix)
         keys = torch.cat([state.prefix_keys, state.keys, k], dim=2)
@@ -120,18 +119,19 @@ class CausalAttention(nn.Module):
         y = self._attend(q, keys, values, state, implementation, missing)
         return y, self._carry(keys, values, x.shape[1], added, state, room, missing)
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys `[B, H, L, D]` with the rotary embedding; of a single token, which is bound by the number of
-        torch calls, at once."""
+    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with the rotary embedding and values, `[B, H, L, D]` each; of a single token, which is bound
+        by the number of torch calls, with few."""
         if x.shape[1] > 1:
             q, k = self._heads(x, self.q_proj, self.q_norm), self._heads(x, self.k_proj, self.k_norm)
-            return apply_rotary_pos_emb(q, k, cos, sin)
-        width = self.head_dim
+            return *apply_rotary_pos_emb(q, k, cos, sin), self._heads(x, self.v_proj)
+        batch, width = x.shape[0], self.head_dim
         q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
-        both = torch.cat([q, k], dim=-1).view(x.shape[0], -1, width)
+        both = torch.cat([q, k], dim=-1).view(batch, -1, width)
         signs = constant((-1,) * (width // 2) + (1,) * (width // 2), sin, sin.dtype)
         both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin * signs)
-        return both[:, : self.heads, None], both[:, self.heads :, None]
+        v = self.v_proj(x).reshape(batch, -1, 1, width)
+        return both[:, : self.heads, None], both[:, self.heads :, None], v
 
     def _heads(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
         return self._projected(x, projection, norm).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -279,7 +279,8 @@ class CausalAttention(nn.Module):
         if own < wanted:
             keys, values = (nn.functional.pad(x[:, :, -own:], (0, 0, wanted - own, 0)) for x in (keys, values))
         else:
-            keys, values = (x[:, :, x.shape[2] - wanted :] for x in (keys, values))
+            first = keys.shape[2] - wanted
+            keys, values = keys[:, :, first:], values[:, :, first:]
             if tokens > wanted:  # a view would hold on to more than is carried
                 keys, values = keys.clone(), values.clone()
         if added is not None:
