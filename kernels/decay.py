@@ -19,8 +19,8 @@ def interval_products(log_gate: Tensor) -> Tensor:
 
 
 def without_dust(x: Tensor) -> Tensor:
-    """`x` with 0 for what is below the root of its dtype's smallest normal number (1e-19 in float32): that times another
-    such number is subnormal, and a CPU takes many times as long for a matrix product with subnormal numbers in it."""
+    """`x` with 0 for what is below the root of its dtype's smallest normal number (1e-19 in float32): a product of two
+    such numbers is subnormal, and a CPU takes many times as long for matrix products with subnormal numbers in them."""
     return F.hardshrink(x, torch.finfo(x.dtype).tiny ** 0.5)
 
 

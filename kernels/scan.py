@@ -85,8 +85,9 @@ def _read(f: Callable[..., tuple[Tensor, State]], state: State, arguments: tuple
 
 
 def split(inputs: Sequence[Tensor | None], size: int) -> list[tuple[Tensor | None, ...]]:
-    """Inputs `[B, T, ...]`, or `None`, as pieces of `size` tokens."""
-    count = -(-next(x for x in inputs if x is not None).shape[1] // size)
-    if count == 1:
+    """Inputs `[B, T, ...]`, the first a tensor and others a tensor or `None`, as pieces of `size` tokens."""
+    first: Any = inputs[0]
+    if first.shape[1] <= size:
         return [tuple(inputs)]
+    count = -(-first.shape[1] // size)
     return list(zip(*([None] * count if x is None else x.split(size, dim=1) for x in inputs), strict=True))

@@ -361,6 +361,20 @@ def test_swla_is_its_equation(window: int, axis: str | None) -> None:
                 close(seen["y"][0, t, h], q[t, h] @ (memory * is_open), 1e-10)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_swlas_state_does_not_see_autocast(tokens: int) -> None:
+    layer = mixer("swla-e1").float()
+    qk, v = torch.randn(1, tokens, 2, layer.heads, layer.key_dim), torch.randn(1, tokens, layer.heads, layer.value_dim)
+    controls = torch.randn(1, tokens, layer.heads), torch.randn(1, tokens, layer.window, layer.heads)
+    begun = layer._begin(torch.zeros(1, tokens, sum(layer.widths)))
+    found = []
+    for enabled in (True, False):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(layer.memorize(qk, v, controls, step(layer, tokens), begun))
+    for got, want in zip(pytree.tree_leaves(found[0]), pytree.tree_leaves(found[1]), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1", "swla-e1"])
 def test_the_norm_scales_the_read_outs(name: str, gate: str | None) -> None:

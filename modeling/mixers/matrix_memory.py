@@ -22,7 +22,7 @@ from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
-from memzoo.kernels.registry import cast, constant
+from memzoo.kernels.registry import as_given, cast, constant
 from memzoo.kernels.rms_norm import rms_norm
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors, new_tail
@@ -283,15 +283,14 @@ class SlidingWindowLinear(MatrixMemory):
         if (is_open := self.is_open(step, v.shape[1])) is not None:
             # The current token's open blocks hold for every key that it writes, earlier ones included.
             gates = gates * is_open[:, :, None].to(gates.dtype)
-        retain: dict[str, Any] = {"log_retention": controls[0], "lengths": step.lengths, "backend": self.backend}
-        if v.shape[1] == 1:
+        log_retention = controls[0]
+        options: dict[str, Any] = {"lengths": step.lengths, "backend": self.backend}
+        if v.shape[1] == 1 and step.lengths is None:
             keys, values = torch.cat([k, state.keys], dim=1), torch.cat([v, cast(state.values, v.dtype)], dim=1)
             key, value = self._weighted(keys[:, None], values[:, None], gates)
-            y, memory = linear_attention(q, key, value, state=state.memory, **retain)
-            if step.lengths is None:
-                return y, state._replace(memory=memory, keys=keys[:, :-1], values=values[:, :-1])
-            return y, self._carried(k, v, step, state._replace(memory=memory))
-        retention = retain["log_retention"].exp()[..., None]
+            y, memory = linear_attention(q, key, value, log_retention, state.memory, **options)
+            return y, state._replace(memory=memory, keys=keys[:, :-1], values=values[:, :-1])
+        retention = log_retention.exp()[..., None]
         strengths, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for lag in range(self.window):
             w = gates[:, :, lag]
@@ -302,21 +301,16 @@ class SlidingWindowLinear(MatrixMemory):
                 strengths.append(w)
                 local.append(self._read_beside(q, key, value, w))
         key, value = self._weighted(key, value, w)
-        y, memory = linear_attention(q, key[:, :, None], value[:, :, None], state=state.memory, **retain)
+        y, memory = linear_attention(q, key[:, :, None], value[:, :, None], log_retention, state.memory, **options)
         for score, value in local:
             y = torch.addcmul(y, cast(score, y.dtype), cast(value, y.dtype))
-        state = self._carried(k, v, step, state._replace(memory=memory))
+        keys, values = (_newest(x, old, step.lengths) for x, old in ((k, state.keys), (v, state.values)))
         if strengths:
             last = torch.cat([_newest(w, torch.zeros_like(w[:, :1]), step.lengths) for w in strengths], dim=1)
-            key, value = self._weighted(state.keys, state.values, last)
-            late = key.transpose(1, 2).mT @ cast(value.transpose(1, 2), key.dtype)
-            state = state._replace(memory=state.memory + cast(late, memory.dtype))
-        return y, state
-
-    def _carried(self, k: Tensor, v: Tensor, step: Step, state: MatrixState) -> MatrixState:
-        """The state with the keys and values of each row's last tokens."""
-        keys, values = (_newest(x, old, step.lengths) for x, old in ((k, state.keys), (v, state.values)))
-        return state._replace(keys=keys, values=values)
+            key, value = (x.transpose(1, 2) for x in self._weighted(keys, values, last))
+            with as_given(v.device):
+                memory = memory + key.mT @ cast(value, key.dtype)
+        return y, state._replace(memory=memory, keys=keys, values=values)
 
     def _weighted(self, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs with their strengths `w` `[B, L, H, U]` on what opens at times of its own."""
@@ -334,14 +328,19 @@ def _late(x: Tensor, before: Tensor, lag: int) -> Tensor:
     """Tokens `[B, L, ...]` as they were `lag` tokens ago, behind `before` `[B, R, ...]`, the newest first, R >= lag."""
     if lag == 0:
         return x
-    first = cast(before[:, :lag].flip(1), x.dtype)
+    first = cast(_turned(before[:, :lag]), x.dtype)
     return first[:, : x.shape[1]] if x.shape[1] <= lag else torch.cat([first, x[:, :-lag]], dim=1)
 
 
 def _newest(x: Tensor, before: Tensor, lengths: Tensor | None) -> Tensor:
     """Each row's last real tokens of `[B, L, ...]`, the newest first; as many as in `before`, which is like them."""
-    tail = new_tail(x.flatten(2), cast(before, x.dtype).flip(1).flatten(2), lengths)
-    return tail.flip(1).reshape(before.shape)
+    tail = new_tail(x.flatten(2), _turned(cast(before, x.dtype)).flatten(2), lengths)
+    return _turned(tail).reshape(before.shape)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """`[B, R, ...]` from its last token to its first."""
+    return x if x.shape[1] < 2 else x.flip(1)
 
 
 class Delta(MatrixMemory):
