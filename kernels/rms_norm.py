@@ -15,8 +15,8 @@ _constants: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor, float]] =
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    It is torch's; that of single tokens on a CPU, without gradients, takes fewer calls, since torch's costs as much there
-    as their product with a small matrix, and differs from it by rounding:
+    It is torch's; that of single tokens on a CPU, without gradients, takes fewer calls, since torch's costs as much as
+    their product with a small matrix there, and differs from it by rounding:
 
         y = sqrt(D) (x weight) / hypot(|x|, sqrt(D eps))
 

@@ -458,6 +458,13 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
             longest = max(max_cache_length, generation_config.max_cache_len or 0) if wanted == "static" else None
             model_kwargs["cache"] = MemoryCache(self.config, max_cache_len=longest)
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: what `generate_batch` and its kin share between requests is pages of keys and values."""
+        raise ValueError(
+            f"{type(self).__name__}: continuous batching keeps keys and values in pages; expected a model that has "
+            "nothing else, got one with recurrent memories. Call generate with a padded batch and its attention_mask."
+        )
+
 
 class MemoryForSequenceClassification(MemoryPreTrainedModel):
     """The backbone with a linear head on each sequence's last real token."""

@@ -8,8 +8,10 @@ import pytest
 import torch
 import zoo
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer, pipeline
 
@@ -23,6 +25,7 @@ MODES = {
     "beam samples": {"do_sample": True, "num_beams": 2},
     "several samples": {"do_sample": True, "num_return_sequences": 3},
     "several beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "guidance": {"do_sample": False, "guidance_scale": 1.5},
 }
 
 
@@ -104,6 +107,26 @@ def test_prefill_in_pieces(name: str) -> None:
     model, ids = zoo.causal_lm(name), zoo.tokens(1, 13)
     want = generate(model, ids, do_sample=False)
     assert torch.equal(generate(model, ids, do_sample=False, prefill_chunk_size=5), want)
+
+
+def test_stops_at_a_string() -> None:
+    inner = Tokenizer(BPE())
+    inner.pre_tokenizer, inner.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=zoo.VOCAB, special_tokens=["<pad>"])
+    inner.train_from_iterator(["the quick brown fox jumps over the lazy dog"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
+    model, ids = zoo.causal_lm("titans-lmm-e1"), torch.arange(1, 6)[None]
+    whole = generate(model, ids, do_sample=False)
+    stop = tokenizer.decode(whole[0, 8:10])
+    stopped = generate(model, ids, do_sample=False, stop_strings=stop, tokenizer=tokenizer)[0]
+    assert stop in tokenizer.decode(stopped[5:])
+    assert stop not in tokenizer.decode(stopped[5:-1])
+    assert torch.equal(stopped, whole[0, : len(stopped)])
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(ValueError, match="continuous batching keeps keys and values in pages"):
+        zoo.causal_lm("titans-lmm-e1").generate_batch([[1, 2, 3], [4, 5]])
 
 
 @pytest.mark.parametrize("name", zoo.PLAIN)
