@@ -48,8 +48,10 @@ def _step(
     if vectors is None:
         return y, tail
     heads, dim, per_head, eps = vectors
-    vector = widened(y[..., : per_head * heads * dim]).view(-1, 1, per_head, heads, dim)
-    return (vector.div_(length(vector, eps)), y[..., per_head * heads * dim :]), tail
+    channels = per_head * heads * dim
+    first, rest = y.split_with_sizes((channels, y.shape[2] - channels), dim=-1)
+    vector = widened(first).view(-1, 1, per_head, heads, dim)
+    return (vector.div_(length(vector, eps)), rest), tail
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
