@@ -22,6 +22,7 @@ from memzoo.kernels import linear_attention as linear
 from memzoo.kernels.deep_memory import deep_memory, initial_state
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
+from memzoo.kernels.scan import scan, split
 from memzoo.modeling.decoder import Step
 from memzoo.modeling.mixers import matrix_memory
 
@@ -213,6 +214,20 @@ def test_backward_keeps_inputs_and_few_states(op: str, options: dict[str, Any]) 
     assert kept[0].grad_fn is not None
     results = sum(x.nbytes for x in kept)
     assert storages.alive() <= results + 2 * args["state"].nbytes
+
+
+def test_a_piece_is_computed_again_under_its_autocast() -> None:
+    seen = []
+
+    def f(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return x * state, state
+
+    x, state = torch.randn(1, 6, 2, requires_grad=True), torch.ones(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = scan(f, state, split((x,), 2))
+    y.sum().backward()
+    assert seen == [True] * 6
 
 
 class Storages(TorchDispatchMode):
