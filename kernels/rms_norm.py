@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.registry import constant
@@ -32,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     plain = dtype == weight.dtype and dtype in (torch.float32, torch.float64) and type(x) is Tensor and x.is_cpu
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if x.ndim < 3 or x.shape[1] > 1 or differentiable or not plain or torch.compiler.is_compiling():
-        return torch.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
     kind = x.shape[-1], eps, dtype
     if kind not in _constants:
         least, zero = (constant((number,), x, dtype) for number in (math.sqrt(kind[0] * eps), 0.0))
