@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from memzoo.kernels import deep_memory as deep
@@ -24,6 +25,8 @@ from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import short_conv as conv
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.gates import Gate, gates
+from memzoo.kernels.gates import make_inputs as make_logits
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.newton_schulz import make_inputs as make_matrices
 from memzoo.kernels.newton_schulz import newton_schulz
@@ -89,16 +92,16 @@ class Work(NamedTuple):
 
     name: str
     rule: Callable[..., Any]
-    """Gives an output, or an output and a state."""
+    """Gives an output, or an output and a state; the output is a tensor, or several."""
     arguments: dict[str, Any]
     forward: Cost
     backward: Cost
     rival: Callable[[dict[str, Any]], Tensor] | None = None
     """The output of the same computation by flash-linear-attention."""
 
-    def output(self, arguments: dict[str, Any], backend: str) -> Tensor:
+    def outputs(self, arguments: dict[str, Any], backend: str) -> list[Tensor]:
         found = self.rule(**arguments, backend=backend)
-        return found if isinstance(found, Tensor) else found[0]
+        return pytree.tree_leaves(found if isinstance(found, Tensor) else found[0])
 
 
 def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Work]:
@@ -125,6 +128,8 @@ def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
     channels = shape.heads * (2 * key + value)
     convolution = placed(conv.make_inputs(shape.batch, shape.tokens, channels, 4, dtype=torch.float32))
     branches = placed(make_branches(shape.batch, tokens=shape.tokens, heads=shape.heads, width=value))
+    kinds = Gate("share", 0.1), Gate("log_share"), Gate("log_rest")
+    logits = placed(make_logits(*kinds, **sizes, dtype=torch.float32))
     matrices = {"x": make_matrices(shape.batch * shape.heads, rows=key, columns=hidden, dtype=torch.float32)["x"]}
     attention_cost = Cost(
         total * size * (3 * key + 3 * value + 2 * key * value / chunk),
@@ -141,6 +146,7 @@ def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
         total * (22 * weights + 12 * chunk * hidden),
     )
     tokens, elements, count = shape.batch * shape.tokens * channels, total * value, shape.batch * shape.heads
+    vectors, count_of_logits = 2 * total * key, 3 * total
     entries = count * key * hidden
     gated = {**rule, "erase_key": None, "erase_after_decay": True}
     plain = {**rule, "erase_key": None, "log_retention": None}
@@ -148,10 +154,17 @@ def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
     return [
         Work(
             "short convolution",
-            partial(short_conv, activation="silu"),
+            partial(short_conv, activation="silu", vectors=conv.Vectors(shape.heads, key)),
             convolution,
-            Cost(2 * size * tokens, 8 * tokens),
-            Cost(3 * size * tokens, 48 * tokens),
+            Cost(2 * size * tokens + (4 - size) * vectors, 8 * tokens + 4 * vectors),
+            Cost(3 * size * tokens + (4 - size) * vectors, 48 * tokens + 12 * vectors),
+        ),
+        Work(
+            "gates",
+            lambda **x: (gates(**x),),
+            logits,
+            Cost((size + 4) * count_of_logits, 20 * count_of_logits, True),
+            Cost((2 * size + 4) * count_of_logits, 20 * count_of_logits, True),
         ),
         Work(
             "norm and gate",
@@ -265,26 +278,26 @@ class Passes:
     """Both passes of an op on the same numbers.
 
     Args:
-        compute: the op's output from its arguments.
+        compute: the op's outputs from its arguments.
         arguments: tensors, of which the gradients are taken, and others.
     """
 
-    def __init__(self, compute: Callable[[dict[str, Any]], Tensor], arguments: dict[str, Any]) -> None:
+    def __init__(self, compute: Callable[[dict[str, Any]], list[Tensor]], arguments: dict[str, Any]) -> None:
         self.compute, self.arguments = compute, arguments
         leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if isinstance(x, Tensor)}
         self.names, self.leaves = list(leaves), list(leaves.values())
         with torch.enable_grad():
-            self.output = compute({**arguments, **leaves})
+            self.outputs = compute({**arguments, **leaves})
         generator = torch.Generator().manual_seed(0)
-        self.d_output = torch.randn(self.output.shape, generator=generator).to(self.output)
+        self.d_outputs = [torch.randn(y.shape, generator=generator).to(y) for y in self.outputs]
 
     @torch.no_grad()
-    def forward(self) -> Tensor:
+    def forward(self) -> list[Tensor]:
         return self.compute(self.arguments)
 
     def backward(self) -> Sequence[Tensor]:
         """The gradients, again and again from the one graph."""
-        return torch.autograd.grad(self.output, self.leaves, self.d_output, retain_graph=True, materialize_grads=True)
+        return torch.autograd.grad(self.outputs, self.leaves, self.d_outputs, retain_graph=True, materialize_grads=True)
 
     def check(self, name: str, want: Passes) -> dict[str, float]:
         """The errors of both passes.
@@ -293,7 +306,8 @@ class Passes:
             ValueError: one is too large.
         """
         gradients = zip(self.names, self.backward(), want.backward(), strict=True)
-        found = {"forward": max(checked(name, y, want.output) for y in (self.forward(), self.output))}
+        both = (zip(y, want.outputs, strict=True) for y in (self.forward(), self.outputs))
+        found = {"forward": max(checked(name, got, w) for pairs in both for got, w in pairs)}
         return {**found, "backward": max(checked(f"{name}: gradient of {n}", got, w) for n, got, w in gradients)}
 
 
@@ -314,12 +328,13 @@ def prepared(work: Work, backend: str) -> Checked:
         ValueError: the kernels, or the peer's, compute something else.
     """
     wide = {n: x.float() if isinstance(x, Tensor) else x for n, x in work.arguments.items()}
-    want = Passes(lambda x: work.output(x, "chunked"), wide)
-    ours = Passes(lambda x: work.output(x, backend), work.arguments)
+    want = Passes(lambda x: work.outputs(x, "chunked"), wide)
+    ours = Passes(lambda x: work.outputs(x, backend), work.arguments)
     errors = ours.check(work.name, want)
     if work.rival is None or not importlib.util.find_spec("fla"):
         return Checked(errors, ours, {}, None)
-    rival = Passes(work.rival, work.arguments)
+    by_fla = work.rival
+    rival = Passes(lambda x: [by_fla(x)], work.arguments)
     return Checked(errors, ours, rival.check(f"{work.name} by flash-linear-attention", want), rival)
 
 
