@@ -49,8 +49,10 @@ class _Unit(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> Tensor:
         y, norm = ctx.saved_tensors
-        along = (y * d_y).sum(-1, keepdim=True)
-        return torch.addcmul(d_y, y, torch.where(norm > SHORTEST, along, 0), value=-1).div_(norm)
+        product = y * d_y
+        along = product.sum(-1, keepdim=True)
+        torch.mul(y, torch.where(norm > SHORTEST, along, 0), out=product)
+        return torch.sub(d_y, product, out=product).mul_(1 / norm)
 
 
 def widened(x: Tensor) -> Tensor:

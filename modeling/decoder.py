@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -25,13 +27,14 @@ from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
-from memzoo.kernels.blocked import blocked
+from memzoo.kernels.blocked import gated_product
 from memzoo.modeling.cache import MemoryCache
 from memzoo.modeling.mixers.attention import HeadRotaryEmbedding
 from memzoo.modeling.norms import RMSNorm
 from memzoo.modeling.sequences import Rows, layout
 
 logger = logging.get_logger(__name__)
+_SILU = nn.SiLU, SiLUActivation
 
 
 class Step(NamedTuple):
@@ -83,10 +86,11 @@ class FeedForward(LlamaMLP):
     backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(blocked(self._gated, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.act_fn.forward(gate) * up  # no module call, which trackers of modules do not expect in a backward
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The product, without a module call, which trackers of modules do not expect in a backward."""
+        return gated_product(F.silu if isinstance(self.act_fn, _SILU) else self.act_fn.forward, gate, up)
 
 
 class MemoryBlock(GradientCheckpointingLayer):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memzoo.kernels.blocked import blocked
-from memzoo.kernels.short_conv import ACTIVATION, Vectors, new_tail
+from memzoo.kernels.blocked import BLOCK_ELEMENTS, blocked
+from memzoo.kernels.short_conv import Vectors, new_tail
 from memzoo.kernels.unit_length import length, unit_length, widened
 
 
@@ -55,33 +55,58 @@ def _step(
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
-    return ACTIVATION[activation](_Convolution.apply(padded, weight))
+    return _Convolution.apply(padded, weight, activation)
+
+
+def _blocks(padded: Tensor, width: int) -> list[slice]:
+    """Tokens of the output in blocks that fit the cache of a CPU, which several passes go over."""
+    tokens = padded.shape[1] - width + 1
+    whole = padded.device.type != "cpu" or torch.compiler.is_compiling()
+    count = 1 if whole else max(1, min(tokens, 4 * padded.numel() // (3 * BLOCK_ELEMENTS)))
+    size = -(-tokens // count)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _shifted(block: slice, by: int) -> slice:
+    return slice(block.start + by, block.stop + by)
 
 
 class _Convolution(torch.autograd.Function):
-    """`[B, W - 1 + L, D]` and `[D, W]` to `[B, L, D]`."""
+    """`[B, W - 1 + L, D]` and `[D, W]` to `[B, L, D]`, activated."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(padded, weight)
+    def forward(ctx: Any, padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
         width = weight.shape[1]
-        tokens = padded.shape[1] - width + 1
         taps = weight.mT.contiguous()
-        y = padded[:, width - 1 :] * taps[width - 1]
-        for j in range(width - 1):
-            y.addcmul_(padded[:, j : j + tokens], taps[j])
+        x = padded.new_empty(padded.shape[0], padded.shape[1] - width + 1, padded.shape[2])
+        y = torch.empty_like(x) if activation == "silu" and any(ctx.needs_input_grad) else x
+        for block in _blocks(padded, width):
+            part = x[:, block]
+            torch.mul(padded[:, _shifted(block, width - 1)], taps[width - 1], out=part)
+            for j in range(width - 1):
+                part.addcmul_(padded[:, _shifted(block, j)], taps[j])
+            if activation == "silu":
+                torch.ops.aten.silu.out(part, out=y[:, block])
+        ctx.save_for_backward(padded, weight, x if y is not x else None)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        padded, weight = ctx.saved_tensors
-        width, tokens = weight.shape[1], d_y.shape[1]
-        taps = weight.mT.contiguous()
-        d_padded = torch.zeros_like(padded)
-        d_taps = torch.empty_like(taps)
-        for j in range(width):
-            part = slice(j, j + tokens)
-            d_padded[:, part].addcmul_(d_y, taps[j])
-            d_taps[j] = (padded[:, part] * d_y).sum((0, 1))
-        return d_padded, d_taps.mT
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        padded, weight, x = ctx.saved_tensors
+        taps, width = weight.mT.contiguous(), weight.shape[1]
+        d_taps = torch.zeros_like(taps, dtype=torch.promote_types(taps.dtype, torch.float32))
+        d_padded, blocks = torch.empty_like(padded), _blocks(padded, width)
+        d_padded[:, : width - 1] = 0
+        product = torch.empty_like(padded[:, blocks[0]])
+        for block in blocks:
+            d = d_y[:, block] if x is None else torch.ops.aten.silu_backward(d_y[:, block], x[:, block])
+            for j in reversed(range(width)):
+                part = _shifted(block, j)
+                if j == width - 1:  # the first to come here
+                    torch.mul(d, taps[j], out=d_padded[:, part])
+                else:
+                    d_padded[:, part].addcmul_(d, taps[j])
+                torch.mul(padded[:, part], d, out=product[:, : d.shape[1]])
+                d_taps[j] += product[:, : d.shape[1]].sum((0, 1), dtype=d_taps.dtype)
+        return d_padded, d_taps.mT.to(weight.dtype), None

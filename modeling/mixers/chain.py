@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from memzoo.kernels.blocked import blocked
 from memzoo.kernels.registry import cast
 from memzoo.modeling.decoder import FeedForward, Mixer, Step
 from memzoo.modeling.norms import RMSNorm
@@ -38,7 +37,7 @@ class Level(nn.Module):
         gate, up = (
             _changed(layer, d, x) for layer, d in zip((self.mlp.gate_proj, self.mlp.up_proj), change, strict=False)
         )
-        return _changed(self.mlp.down_proj, change[2], blocked(self.mlp._gated, gate, up))
+        return _changed(self.mlp.down_proj, change[2], self.mlp.gated(gate, up))
 
     def no_change(self, rows: int) -> Change:
         """The change of rows that have learned nothing."""
