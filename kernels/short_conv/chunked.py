@@ -106,12 +106,10 @@ class _Convolution(torch.autograd.Function):
         product = torch.empty_like(padded[:, blocks[0]])
         for block in blocks:
             d = d_y[:, block] if x is None else torch.ops.aten.silu_backward(d_y[:, block], x[:, block])
-            for j in reversed(range(width)):
+            d_padded[:, _shifted(block, width - 1)] = 0  # the others have been written to
+            for j, tap in enumerate(taps):
                 part = _shifted(block, j)
-                if j == width - 1:  # the first to come here
-                    torch.mul(d, taps[j], out=d_padded[:, part])
-                else:
-                    d_padded[:, part].addcmul_(d, taps[j])
+                d_padded[:, part].addcmul_(d, tap)
                 torch.mul(padded[:, part], d, out=product[:, : d.shape[1]])
                 d_taps[j].add_(product[:, : d.shape[1]].sum((0, 1), dtype=d_weight.dtype))
         d_padded[:, d_y.shape[1] :] += d_tail
