@@ -26,7 +26,7 @@ def compare(got: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
         close(a, b, OP[a.dtype])
 
 
-@pytest.mark.parametrize("act", [F.silu, F.gelu, torch.nn.SiLU().forward])
+@pytest.mark.parametrize("act", [F.silu, torch.tanh, torch.nn.SiLU().forward])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_gated_product(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     leaves = [torch.randn(SHAPE).to(dtype).requires_grad_() for _ in range(2)]
@@ -35,7 +35,7 @@ def test_gated_product(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> N
     with torch.no_grad():
         assert torch.equal(gated_product(act, *leaves), y)
     (d,) = torch.autograd.grad(gated_product(act, *leaves).sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="does not require grad"):
         torch.autograd.grad(d.sum(), leaves)
 
 

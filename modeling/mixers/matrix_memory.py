@@ -61,6 +61,8 @@ class MatrixMemory(Mixer):
     has_conv = True
     is_scaled = True
     window = 1
+    kept = 0
+    """Last pieces of a sequence that the backward does not compute again."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -112,7 +114,7 @@ class MatrixMemory(Mixer):
         weights = None if self.conv is None else self.conv(projected), self.norm(projected)
         begun = self._begin(projected) if state is None else state
         y, new_state = scan(
-            self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)]
+            self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)], self.kept
         )
         return self.o_proj(y), new_state
 
@@ -262,6 +264,7 @@ class SlidingWindowLinear(MatrixMemory):
     """
 
     is_scaled = False
+    kept = 2
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         self.window = config.window
