@@ -19,7 +19,7 @@ State = TypeVar("State")
 
 
 def scan(
-    f: Callable[..., tuple[Tensor, State]], state: State, pieces: Sequence[tuple[Any, ...]]
+    f: Callable[..., tuple[Tensor, State]], state: State, pieces: Sequence[tuple[Any, ...]], kept: int = 0
 ) -> tuple[Tensor, State]:
     """Outputs `[B, T, ...]` and the final state of `f(state, *piece) -> (output, state)` over the pieces.
 
@@ -28,13 +28,14 @@ def scan(
             a weight that has changed until the backward is noticed.
         state: before the first token, a tensor or a tree of them.
         pieces: the arguments of `f`, as `split` makes them. A single one is not recomputed.
+        kept: how many of the last pieces are not either, which takes memory for what they compute.
     """
     if len(pieces) == 1:
         return f(state, *pieces[0])
     recompute = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     outputs = []
-    for arguments in pieces:
-        if recompute:
+    for index, arguments in enumerate(pieces):
+        if recompute and index < len(pieces) - kept:
             leaves, spec = pytree.tree_flatten((state, arguments))
             y, spec, *leaves = _Piece.apply(f, spec, *leaves)
             state = pytree.tree_unflatten(leaves, spec)

@@ -146,3 +146,17 @@ def test_blocks_of_a_long_sequence_fit_together(width: int, activation: str | No
 def test_refuses_an_unknown_activation() -> None:
     with pytest.raises(ValueError, match=r"activation: expected one of .* got 'gelu'"):
         short_conv(**make_inputs(), activation="gelu")
+
+
+def test_its_gradient_is_one_graph() -> None:
+    """Of several rows, whose slices are not contiguous."""
+    args = make_inputs(tokens=9, dtype=torch.float32)
+
+    def of(*leaves: Tensor) -> Tensor:
+        y, tail = short_conv(*leaves, activation="silu", backend="chunked")
+        return y.square().sum() + tail.sum()
+
+    leaves = [args[name].requires_grad_() for name in ("x", "weight", "tail")]
+    want, got = of(*leaves), torch.compile(of, fullgraph=True, backend="aot_eager")(*leaves)
+    for a, b in zip(*(torch.autograd.grad(y, leaves) for y in (got, want)), strict=True):
+        close(a, b, OP[torch.float32])

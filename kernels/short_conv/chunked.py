@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memzoo.kernels.blocked import BLOCK_ELEMENTS, blocked
+from memzoo.kernels.blocked import BLOCK_ELEMENTS, block_size, blocked
 from memzoo.kernels.short_conv import Vectors, new_tail
 from memzoo.kernels.unit_length import length, unit_length, widened
 
@@ -29,8 +29,12 @@ def short_conv(
     """See `memzoo.kernels.short_conv.short_conv`."""
     if x.shape[1] == 1 and lengths is None and not torch.is_grad_enabled():
         return _step(x, weight, tail, activation, vectors)
-    y = blocked(partial(_convolved, activation=activation), x, params=[weight], before=tail)
-    tail = new_tail(x, tail, lengths)
+    if block_size((x,), tail.shape[1]) < x.shape[1]:
+        y = blocked(partial(_convolved, activation=activation), x, params=[weight], before=tail)
+        tail = new_tail(x, tail, lengths)
+    else:
+        y, newest = _Convolution.apply(torch.cat([tail, x], dim=1), weight, activation)
+        tail = newest if lengths is None else new_tail(x, tail, lengths)
     if vectors is None:
         return y, tail
     first, rest = y.split([vectors.channels, y.shape[2] - vectors.channels], dim=-1)
@@ -55,7 +59,7 @@ def _step(
 
 
 def _convolved(padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
-    return _Convolution.apply(padded, weight, activation)
+    return _Convolution.apply(padded, weight, activation)[0]
 
 
 def _blocks(padded: Tensor, width: int) -> list[slice]:
@@ -72,41 +76,41 @@ def _shifted(block: slice, by: int) -> slice:
 
 
 class _Convolution(torch.autograd.Function):
-    """`[B, W - 1 + L, D]` and `[D, W]` to `[B, L, D]`, activated."""
+    """`[B, W - 1 + L, D]` and `[D, W]` to `[B, L, D]`, activated, and the last W - 1 tokens."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor, activation: str | None) -> Tensor:
+    def forward(ctx: Any, padded: Tensor, weight: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
         width = weight.shape[1]
-        taps = weight.mT.contiguous()
+        taps = weight.mT.contiguous().unbind()
         x = padded.new_empty(padded.shape[0], padded.shape[1] - width + 1, padded.shape[2])
         y = torch.empty_like(x) if activation == "silu" and any(ctx.needs_input_grad) else x
         for block in _blocks(padded, width):
             part = x[:, block]
-            torch.mul(padded[:, _shifted(block, width - 1)], taps[width - 1], out=part)
-            for j in range(width - 1):
-                part.addcmul_(padded[:, _shifted(block, j)], taps[j])
+            torch.mul(padded[:, _shifted(block, width - 1)], taps[-1], out=part)
+            for j, tap in enumerate(taps[:-1]):
+                part.addcmul_(padded[:, _shifted(block, j)], tap)
             if activation == "silu":
                 torch.ops.aten.silu.out(part, out=y[:, block])
         ctx.save_for_backward(padded, weight, x if y is not x else None)
-        return y
+        return y, padded[:, y.shape[1] :].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_y: Tensor, d_tail: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, x = ctx.saved_tensors
-        taps, width = weight.mT.contiguous(), weight.shape[1]
-        d_taps = torch.zeros_like(taps, dtype=torch.promote_types(taps.dtype, torch.float32))
+        width, taps = weight.shape[1], weight.mT.contiguous().unbind()
+        d_weight = torch.zeros_like(weight.mT, dtype=torch.promote_types(weight.dtype, torch.float32))
+        d_taps = d_weight.unbind()
         d_padded, blocks = torch.empty_like(padded), _blocks(padded, width)
         d_padded[:, : width - 1] = 0
         product = torch.empty_like(padded[:, blocks[0]])
         for block in blocks:
             d = d_y[:, block] if x is None else torch.ops.aten.silu_backward(d_y[:, block], x[:, block])
-            for j in reversed(range(width)):
+            d_padded[:, _shifted(block, width - 1)] = 0  # the others have been written to
+            for j, tap in enumerate(taps):
                 part = _shifted(block, j)
-                if j == width - 1:  # the first to come here
-                    torch.mul(d, taps[j], out=d_padded[:, part])
-                else:
-                    d_padded[:, part].addcmul_(d, taps[j])
+                d_padded[:, part].addcmul_(d, tap)
                 torch.mul(padded[:, part], d, out=product[:, : d.shape[1]])
-                d_taps[j] += product[:, : d.shape[1]].sum((0, 1), dtype=d_taps.dtype)
-        return d_padded, d_taps.mT.to(weight.dtype), None
+                d_taps[j].add_(product[:, : d.shape[1]].sum((0, 1), dtype=d_weight.dtype))
+        d_padded[:, d_y.shape[1] :] += d_tail
+        return d_padded, d_weight.mT.to(weight.dtype), None

@@ -61,6 +61,8 @@ class MatrixMemory(Mixer):
     has_conv = True
     is_scaled = True
     window = 1
+    kept = 0
+    """Last pieces of a sequence that the backward does not compute again."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -112,7 +114,7 @@ class MatrixMemory(Mixer):
         weights = None if self.conv is None else self.conv(projected), self.norm(projected)
         begun = self._begin(projected) if state is None else state
         y, new_state = scan(
-            self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)]
+            self._piece, begun, [(at, weights, *piece) for at, piece in zip(steps, pieces, strict=True)], self.kept
         )
         return self.o_proj(y), new_state
 
@@ -262,6 +264,7 @@ class SlidingWindowLinear(MatrixMemory):
     """
 
     is_scaled = False
+    kept = 2
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
         self.window = config.window
@@ -291,23 +294,23 @@ class SlidingWindowLinear(MatrixMemory):
             y, memory = linear_attention(q, key, value, log_retention, state.memory, **options)
             return y, state._replace(memory=memory, keys=keys[:, :-1], values=values[:, :-1])
         retention = log_retention.exp()[..., None]
-        strengths, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
-        for lag in range(self.window):
-            w = gates[:, :, lag]
-            if lag > 0:
-                w = torch.addcmul(w, retention, _late(strengths[-1], torch.zeros_like(w[:, :1]), 1))
-            key, value = _late(k, state.keys, lag), _late(v, state.values, lag)
-            if lag < self.window - 1:
-                strengths.append(w)
-                local.append(self._read_beside(q, key, value, w))
+        (*late_keys, keys), (*late_values, values) = (
+            lagged(x, old, step.lengths) for x, old in ((k, state.keys), (v, state.values))
+        )
+        last, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        key, value, w = k, v, gates[:, :, 0]
+        for lag in range(1, self.window):
+            local.append(self._read_beside(q, key, value, w))
+            late, newest = lagged(w, torch.zeros_like(w[:, :1]), step.lengths)
+            last.append(newest)
+            key, value = late_keys[lag - 1], late_values[lag - 1]
+            w = torch.addcmul(gates[:, :, lag], retention, late)
         key, value = self._weighted(key, value, w)
         y, memory = linear_attention(q, key[:, :, None], value[:, :, None], log_retention, state.memory, **options)
         for score, value in local:
             y = torch.addcmul(y, cast(score, y.dtype), cast(value, y.dtype))
-        keys, values = (_newest(x, old, step.lengths) for x, old in ((k, state.keys), (v, state.values)))
-        if strengths:
-            last = torch.cat([_newest(w, torch.zeros_like(w[:, :1]), step.lengths) for w in strengths], dim=1)
-            key, value = (x.transpose(1, 2) for x in self._weighted(keys, values, last))
+        if last:
+            key, value = (x.transpose(1, 2) for x in self._weighted(keys, values, torch.cat(last, dim=1)))
             with as_given(v.device):
                 memory = memory + key.mT @ cast(value, key.dtype)
         return y, state._replace(memory=memory, keys=keys, values=values)
@@ -324,18 +327,36 @@ class SlidingWindowLinear(MatrixMemory):
         return (q * key).sum(-1, keepdim=True), value
 
 
-def _late(x: Tensor, before: Tensor, lag: int) -> Tensor:
-    """Tokens `[B, L, ...]` as they were `lag` tokens ago, behind `before` `[B, R, ...]`, the newest first, R >= lag."""
-    if lag == 0:
-        return x
-    first = cast(_turned(before[:, :lag]), x.dtype)
-    return first[:, : x.shape[1]] if x.shape[1] <= lag else torch.cat([first, x[:, :-lag]], dim=1)
+def lagged(x: Tensor, before: Tensor, lengths: Tensor | None) -> tuple[Tensor, ...]:
+    """Tokens `[B, L, ...]` as they were 1 to R tokens ago, behind `before` `[B, R, ...]`, the newest first, and each
+    row's last R real ones, the newest first, too."""
+    before = _turned(cast(before, x.dtype))
+    if before.shape[1] == 0:
+        return (before,)
+    *late, newest = _Lagged.apply(x, before)
+    if lengths is not None:
+        newest = new_tail(x.flatten(2), before.flatten(2), lengths).reshape(before.shape)
+    return *late, _turned(newest)
 
 
-def _newest(x: Tensor, before: Tensor, lengths: Tensor | None) -> Tensor:
-    """Each row's last real tokens of `[B, L, ...]`, the newest first; as many as in `before`, which is like them."""
-    tail = new_tail(x.flatten(2), _turned(cast(before, x.dtype)).flatten(2), lengths)
-    return _turned(tail).reshape(before.shape)
+class _Lagged(torch.autograd.Function):
+    """Slices of `[before, x]`, whose backward adds them up in one tensor, where autograd's makes one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+        (_, tokens, *_), most = x.shape, before.shape[1]
+        both = torch.cat([before, x], dim=1)
+        return *(both[:, most - lag :][:, :tokens] for lag in range(1, most + 1)), both[:, tokens:].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *d_slices: Tensor) -> tuple[Tensor, Tensor]:
+        *d_late, d_newest = d_slices
+        most, tokens = d_newest.shape[1], d_late[0].shape[1]
+        d_both = torch.cat([d_late[-1], d_newest], dim=1)
+        for lag, d in enumerate(d_late[:-1], start=1):
+            d_both[:, most - lag :][:, :tokens] += d
+        return d_both[:, most:], d_both[:, :most]
 
 
 def _turned(x: Tensor) -> Tensor:
