@@ -121,11 +121,14 @@ def chosen(kind: tuple[Any, ...], choose: Callable[..., Callable[..., Any]], *ar
     single token as much as its arithmetic.
 
     Args:
-        kind: all that `choose` looks at, hashable: the op's name, shapes, dtypes, the device's type, options.
+        kind: all that `choose` looks at: the op's name, shapes, dtypes, the device's type, options.
     """
     if torch.compiler.is_compiling():
         return choose(*args)
-    compute = _chosen.get(kind)
+    try:
+        compute = _chosen.get(kind)
+    except TypeError:  # a tracer's symbolic sizes, or an option of no known kind
+        return choose(*args)
     if compute is None:
         compute = choose(*args)
         if len(_chosen) >= KINDS:

@@ -43,10 +43,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return _RMSNorm.apply(x, weight, eps, size)
         return F.rms_norm(x, weight.shape, weight, eps)
     kind = x.shape[-1], eps, dtype
-    if kind not in _constants:
+    known = _constants.get(kind)
+    if known is None:
         least, zero = (constant((number,), x, dtype) for number in (math.sqrt(kind[0] * eps), 0.0))
-        _constants[kind] = least, zero, math.sqrt(kind[0])
-    least, zero, root = _constants[kind]
+        known = least, zero, math.sqrt(kind[0])
+        if type(zero) is Tensor:  # not a tracer's
+            _constants[kind] = known
+    least, zero, root = known
     length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), least)
     return torch.addcdiv(zero, x * weight, length, value=root)
 

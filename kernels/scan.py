@@ -24,8 +24,8 @@ def scan(
     """Outputs `[B, T, ...]` and the final state of `f(state, *piece) -> (output, state)` over the pieces.
 
     Args:
-        f: reads a piece; differentiable, without random numbers; every tensor it uses is among its arguments, so that
-            a weight that has changed until the backward is noticed.
+        f: reads a piece; differentiable, once where a piece is recomputed; without random numbers; every tensor it
+            uses is among its arguments: what it closes over gets no gradient then, and changes unnoticed.
         state: before the first token, a tensor or a tree of them.
         pieces: the arguments of `f`, as `split` makes them. A single one is not recomputed.
         kept: how many of the last pieces are not either, which takes memory for what they compute.

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from memzoo.modeling.sequences import Rows
 
 
-FORMAT = "memzoo.memory.1"
+FORMAT = "memzoo.memory.2"
+"""Of a saved memory: another one where a state's tensors, or what they mean, have changed."""
 
 
 class StateLayer:
@@ -324,7 +325,13 @@ def load_memory(path: str | os.PathLike[str], model: PreTrainedModel) -> MemoryC
         raise no_memory from error
     with opened as file:
         metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
+        found = metadata.get("format", "")
+        if found != FORMAT and found.startswith(FORMAT.rstrip("0123456789")):
+            raise ValueError(
+                f"load_memory: {path} was written by another version of memzoo: expected the format {FORMAT}, got "
+                f"{found}. Let the model read the text again."
+            )
+        if found != FORMAT:
             raise no_memory
         cache = MemoryCache(base.config, json.loads(metadata.get("max_cache_len", "null")))
         theirs = json.loads(metadata["identity"])

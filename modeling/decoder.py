@@ -465,8 +465,8 @@ class MemoryForCausalLM(MemoryPreTrainedModel, GenerationMixin):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: what `generate_batch` and its kin share between requests is pages of keys and values."""
         raise ValueError(
-            f"{type(self).__name__}: continuous batching keeps keys and values in pages; expected a model that has "
-            "nothing else, got one with recurrent memories. Call generate with a padded batch and its attention_mask."
+            f"{type(self).__name__}: continuous batching keeps keys and values in pages; expected a model whose cache "
+            "is such pages, got one with a MemoryCache. Call generate with a padded batch and its attention_mask."
         )
 
 

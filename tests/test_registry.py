@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from memzoo.kernels import (
     deep_exponential_memory,
     deep_memory,
+    delta_rule,
     exponential_memory,
     gates,
     monomials,
@@ -79,3 +84,26 @@ def test_a_wish_is_obeyed_or_refused_with_the_reason() -> None:
 
 def test_explain_names_every_backend() -> None:
     assert explain(TWO, CPU) == {"fast": "needs a CUDA device", "slow": None}
+
+
+def test_tracers_with_symbolic_sizes_choose_each_time() -> None:
+    """Their sizes have no hash."""
+    args = delta_rule.make_inputs()
+
+    def output(*tensors: Tensor) -> Tensor:
+        return delta_rule.delta_rule(**dict(zip(args, tensors, strict=True)))[0]
+
+    traced = make_fx(output, tracing_mode="symbolic")(*args.values())
+    assert torch.allclose(traced(*args.values()), output(*args.values()))
+
+
+def test_nothing_of_a_tracer_is_kept() -> None:
+    """What is made once, for later calls with tensors that have values."""
+
+    def made() -> Tensor:
+        ones = torch.ones(2, dtype=torch.float64)
+        return monomials.monomials(torch.ones(1, 1, 2, 7, dtype=torch.float64), [ones, ones])
+
+    with FakeTensorMode():
+        assert made().shape == (1, 1, 2, 7 + 28)
+    assert type(made()) is Tensor
