@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from subnormal import Subnormal
 from tolerances import GRADCHECK, OP, close
 from torch import Tensor
 
@@ -829,3 +830,20 @@ def test_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None
 def test_refuses_more_blocks_than_units() -> None:
     with pytest.raises(ValueError, match="capacity blocks: expected at most 3, the units of the narrowest layer"):
         deep_memory(**arguments(hidden=(3,), blocks=4))
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+def test_no_matrix_product_meets_subnormal_numbers(momentum: bool) -> None:
+    """They would make it many times as slow on a CPU, where a memory has forgotten what it held."""
+    made: dict[str, Any] = make_inputs(tokens=200, momentum=momentum, dtype=torch.float32)
+    made["log_retention"] = torch.full_like(made["log_retention"], -1.5)
+    leaves = {n: x.requires_grad_() for n, x in made.items() if isinstance(x, Tensor)}
+    with Subnormal() as subnormal:
+        y, state = deep_memory(**{**made, **leaves}, chunk_size=4, backend="chunked")
+        y.square().sum().backward()
+        with torch.no_grad():
+            for t in range(20):
+                one = {n: x[:, t : t + 1] for n, x in leaves.items()}
+                _, state = deep_memory(**{**made, **one, "state": state}, chunk_size=4, backend="chunked")
+    assert subnormal.products > 0
+    assert subnormal.factors == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 import zoo
+from subnormal import Subnormal
 from tolerances import GRADCHECK, OP, close
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -161,18 +162,6 @@ def test_no_matrix_product_meets_subnormal_numbers(op: str, options: dict[str, A
         rule(**{**args, **leaves})[0].square().mean().backward()
     assert subnormal.products > 0
     assert subnormal.factors == 0
-
-
-class Subnormal(TorchDispatchMode):
-    """Counts matrix products and the subnormal numbers that they are given."""
-
-    products = factors = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.bmm.default:
-            self.products += 1
-            self.factors += sum(int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum()) for x in args)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow
