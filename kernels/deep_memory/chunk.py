@@ -576,6 +576,7 @@ def advance(
             assert orthogonal is not None
             update = newton_schulz(network.matrices(new_slots[layer], layer), network.newton_schulz_steps)
             new_weights.append(weight.addcmul_(network.per_weight(orthogonal, layer), network.layer_of(update)))
+            continue
         if network.momentum:
             weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
         new_weights.append(_write(weight, inputs[layer], deltas[layer], write))
