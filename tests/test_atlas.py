@@ -283,7 +283,7 @@ def test_default_muon_does_not_amplify_errors_on_a_repetitive_text(chunk_size: i
 
 
 def test_inference_first_does_not_spoil_training() -> None:
-    _made.cache_clear()
+    _made.clear()
     model = zoo.build("omeganet-lmm-e1")
     ids = zoo.tokens(1, 9)
     with torch.inference_mode():
