@@ -10,20 +10,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
 from memzoo.kernels.host import may_be
-from memzoo.kernels.registry import constant
+from memzoo.kernels.registry import cast
 from memzoo.modeling.norms import RMSNorm
 
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
-    """Cosines and sines `[B, L, D]` of positions `[B, L]` for heads of width D, by the config's `rope_parameters`.
+    """Cosines and sines `[B, L, D]` of positions `[B, L]` for heads of width D, by the config's `rope_parameters`; the
+    sines of the first half with the sign that `rotated` gives them.
 
     Depends on the positions' differences only: tokens of a sequence stand at 0, 1, ..., what precedes all of them at
     negative positions.
@@ -33,6 +30,19 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
         rope, longest = config.rope_parameters, config.max_position_embeddings
         super().__init__(LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=longest))
         self.head_dim = head_dim
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angle = position_ids[..., None] * self.inv_freq.to(x.device, torch.float32)
+        cos, sin = angle.cos(), angle.sin()
+        both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        if self.attention_scaling != 1:
+            both = both[0] * self.attention_scaling, both[1] * self.attention_scaling
+        return cast(both[0], x.dtype), cast(both[1], x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`[..., D]` turned by the angles of a `HeadRotaryEmbedding`: coordinates j and j + D / 2 are a plane's."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 class KeyValueState(NamedTuple):
@@ -124,12 +134,12 @@ class CausalAttention(nn.Module):
         by the number of torch calls, with few."""
         if x.shape[1] > 1:
             q, k = self._heads(x, self.q_proj, self.q_norm), self._heads(x, self.k_proj, self.k_norm)
-            return *apply_rotary_pos_emb(q, k, cos, sin), self._heads(x, self.v_proj)
+            cos, sin = cos[:, None], sin[:, None]
+            return rotated(q, cos, sin), rotated(k, cos, sin), self._heads(x, self.v_proj)
         batch, width = x.shape[0], self.head_dim
         q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
         both = torch.cat([q, k], dim=-1).view(batch, -1, width)
-        signs = constant((-1,) * (width // 2) + (1,) * (width // 2), sin, sin.dtype)
-        both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin * signs)
+        both = rotated(both, cos, sin)
         v = self.v_proj(x).reshape(batch, -1, 1, width)
         return both[:, : self.heads, None], both[:, self.heads :, None], v
 
@@ -148,7 +158,8 @@ class CausalAttention(nn.Module):
             return KeyValueState(none, none, valid, none, none)
         places = torch.arange(-prefix.shape[0], 0, device=k.device)[None]
         prefix_k = self._heads(prefix[None], self.k_proj, self.k_norm)
-        prefix_k, _ = apply_rotary_pos_emb(prefix_k, prefix_k, *self.rotary(prefix, places))
+        cos, sin = self.rotary(prefix, places)
+        prefix_k = rotated(prefix_k, cos[:, None], sin[:, None])
         prefix_v = self._heads(prefix[None], self.v_proj)
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(none, none, valid, prefix_k, prefix_v)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.models.llama.modeling_llama import rotate_half
 
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
@@ -29,7 +28,7 @@ from memzoo.kernels.short_conv import Vectors, new_tail
 from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
-from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
+from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState, rotated
 from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv
 
 SEGMENT = 512
@@ -230,7 +229,7 @@ class Retention(MatrixMemory):
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
         cos, sin = (x[:, :, None, None] for x in step.rotary[self.key_dim])
-        q, k = torch.addcmul(qk * cos, rotate_half(qk), sin).unbind(2)
+        q, k = rotated(qk, cos, sin).unbind(2)
         (k,), v = self.opened(step, [k], v)
         log_retention = constant(self.log_retention, state.memory, state.memory.dtype)
         y, memory = linear_attention(
