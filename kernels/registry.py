@@ -183,6 +183,12 @@ def may_hold(condition: Tensor) -> bool:
     return condition.device.type != "cpu" or bool(condition.any())
 
 
+def may_be(x: Tensor, holds: Callable[[int], bool]) -> bool:
+    """`may_hold` of `holds` of each of a row's numbers `x` `[B]`, of which a CPU's are in Python's hands at once:
+    comparing them as tensors would cost more than what is decided."""
+    return x.device.type != "cpu" or any(map(holds, x.tolist()))
+
+
 _constants: dict[Any, Tensor] = {}
 
 

@@ -21,30 +21,26 @@ class Activation(NamedTuple):
     pullback: Callable[[Tensor, Tensor], Tensor]
     """`r, h -> r act'(h)`."""
     derivatives: Callable[[Tensor, int], list[Tensor]]
-    """`h, order -> [act(h), act'(h), ...]` up to that order, at most 2."""
+    """`h, order -> [act(h), act'(h), ...]` up to that order, 1 or 2."""
 
 
 def _gelu(h: Tensor, order: int) -> list[Tensor]:
     half, erf = h * 0.5, torch.erf(h * math.sqrt(0.5))
-    found = [torch.addcmul(half, half, erf)]
-    if order > 0:
-        below = (erf * 0.5).add_(0.5)
-        square = h.square()
-        density = (square * -0.5).sub_(math.log(2 * math.pi) / 2).exp_()
-        found.append(torch.addcmul(below, h, density))
-        if order > 1:
-            found.append(square.sub_(2).mul_(density).neg_())
+    below = (erf * 0.5).add_(0.5)
+    square = h.square()
+    density = (square * -0.5).sub_(math.log(2 * math.pi) / 2).exp_()
+    found = [torch.addcmul(half, half, erf), torch.addcmul(below, h, density)]
+    if order > 1:
+        found.append(square.sub_(2).mul_(density).neg_())
     return found
 
 
 def _gelu_tanh(h: Tensor, order: int) -> list[Tensor]:
     scale, cubic = math.sqrt(2 / math.pi), 0.044715
     t = torch.tanh(scale * (h + cubic * h**3))
-    found = [0.5 * h * (1 + t)]
-    if order > 0:
-        slope = scale * (1 + 3 * cubic * h.square())
-        t1 = (1 - t.square()) * slope
-        found.append(0.5 * (1 + t) + 0.5 * h * t1)
+    slope = scale * (1 + 3 * cubic * h.square())
+    t1 = (1 - t.square()) * slope
+    found = [0.5 * h * (1 + t), 0.5 * (1 + t) + 0.5 * h * t1]
     if order > 1:
         t2 = (1 - t.square()) * (6 * cubic * scale * h) - 2 * t * t1 * slope
         found.append(t1 + 0.5 * h * t2)
@@ -53,10 +49,8 @@ def _gelu_tanh(h: Tensor, order: int) -> list[Tensor]:
 
 def _silu(h: Tensor, order: int) -> list[Tensor]:
     s = torch.sigmoid(h)
-    found = [h * s]
-    if order > 0:
-        s1 = s * (1 - s)
-        found.append(s + h * s1)
+    s1 = s * (1 - s)
+    found = [h * s, s + h * s1]
     if order > 1:
         found.append(s1 * (2 + h * (1 - 2 * s)))
     return found

@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
-from memzoo.kernels.host import may_be
-from memzoo.kernels.registry import cast
+from memzoo.kernels.registry import cast, may_be
 from memzoo.modeling.norms import RMSNorm
 
 
