@@ -183,10 +183,21 @@ def may_hold(condition: Tensor) -> bool:
     return condition.device.type != "cpu" or bool(condition.any())
 
 
+def known(x: Tensor) -> list[int] | None:
+    """The numbers `[B]` where the host has them without waiting: on a CPU."""
+    return x.tolist() if x.device.type == "cpu" else None
+
+
 def may_be(x: Tensor, holds: Callable[[int], bool]) -> bool:
     """`may_hold` of `holds` of each of a row's numbers `x` `[B]`, of which a CPU's are in Python's hands at once:
     comparing them as tensors would cost more than what is decided."""
-    return x.device.type != "cpu" or any(map(holds, x.tolist()))
+    found = known(x)
+    return found is None or any(map(holds, found))
+
+
+def may_write(x: Tensor) -> bool:
+    """Whether in-place operations may change it: what was made under `torch.inference_mode` is changed there only."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()
 
 
 _constants: dict[Any, Tensor] = {}

@@ -129,7 +129,7 @@ class MemoryCache(Cache):
         for layer, state in zip(self.layers, states, strict=True):
             layer.state = state
             layer.columns += rows.batch[1]
-        self.position = rows.position + rows.added
+        self.position = rows.position + (rows.batch[1] if rows.lengths is None else rows.lengths)
 
     def check(self, model: PreTrainedModel, batch: tuple[int, int]) -> None:
         """Raise a ValueError unless this cache fits the model and the batch `(B, T)` of new tokens."""

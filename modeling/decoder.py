@@ -274,7 +274,9 @@ class MemoryModel(MemoryPreTrainedModel):
         modules = {module.head_dim: module for module in found if module is not None}
         if not modules:
             return {}
-        position = rows.position[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
+        position = rows.position[:, None]
+        if hidden.shape[1] > 1:
+            position = position + torch.arange(hidden.shape[1], device=hidden.device)
         return {width: module(hidden, position) for width, module in modules.items()}
 
     def _check_inputs(

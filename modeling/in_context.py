@@ -182,7 +182,7 @@ class ChainModel(MemoryModel):
                 zero, nested = level.no_change(rows), self._outer(period) is not None
                 gradient = zero if period > size else ()
                 levels.append(LevelState(zero, gradient, *((zero, zero) if nested else ((), ()))))
-            states.append(ChainState(mixer, self._constant(mixer), tuple(levels), None if states else chunk))
+            states.append(ChainState(mixer, self._anchor(mixer), tuple(levels), None if states else chunk))
         return states
 
     def _outer(self, period: int) -> int | None:
@@ -193,6 +193,10 @@ class ChainModel(MemoryModel):
     def _constant(self, state: Any) -> Any:
         """What the updates start from; no gradient goes there but in second order."""
         return state if self.config.chain_second_order else pytree.tree_map_only(Tensor, torch.Tensor.detach, state)
+
+    def _anchor(self, state: Any) -> Any:
+        """The same of a mixer's state, for which the chunk's tokens may be written into its tensors."""
+        return pytree.tree_map_only(Tensor, torch.Tensor.clone, self._constant(state))
 
     # Learning ---------------------------------------------------------------------------------------------------------
 
@@ -218,7 +222,7 @@ class ChainModel(MemoryModel):
             )
             if chosen is not None:
                 levels = pytree.tree_map(lambda old, new: old.index_copy(0, chosen, new), state.levels, levels)
-            anchor = self._constant(state.mixer)
+            anchor = self._anchor(state.mixer)
             if chosen is not None:
                 anchor = pytree.tree_map(lambda new, old: _where(due, new, old), anchor, state.anchor)
             learned.append(state._replace(anchor=anchor, levels=levels))

@@ -27,13 +27,13 @@ GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias":
 
 
 def attention(
-    window: int | None, carried: int, implementation: str = "sdpa", options: dict[str, Any] | None = None
+    window: int | None, prefix: int, implementation: str = "sdpa", options: dict[str, Any] | None = None
 ) -> CausalAttention:
     shape = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": 1}
     config = TitansConfig(**{**shape, **(options or {})})
     config._attn_implementation = implementation
     torch.manual_seed(0)
-    module = CausalAttention(config, window, carried).double().eval()
+    module = CausalAttention(config, window, prefix=prefix).double().eval()
     for norm in (module.q_norm, module.k_norm):
         if norm is not None:
             torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
@@ -73,8 +73,7 @@ def test_blocks_equal_a_full_mask(
     implementation: str, prefix: int, window: int | None, options: dict[str, Any]
 ) -> None:
     """In one pass, and in pieces on the carried keys."""
-    carried = TOKENS if window is None else window - 1
-    module = attention(window, carried, implementation, options)
+    module = attention(window, prefix, implementation, options)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, TOKENS, 16, generator=generator, dtype=torch.float64)
     sinks = torch.randn(prefix, 16, generator=generator, dtype=torch.float64)

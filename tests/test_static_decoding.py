@@ -28,7 +28,7 @@ from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import short_conv as conv
-from memzoo.kernels.deep_memory import chunked, deep_memory
+from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.registry import Op
@@ -37,14 +37,14 @@ from memzoo.kernels.short_conv import short_conv
 pytest.importorskip("triton")
 LAUNCHES = {
     "titans-lmm-e1": 8,
-    "titans-mag-e1": 25,
+    "titans-mag-e1": 24,
     "atlas-lmm-e1": 15,
     "titans-lmm-e16": 8,
-    "titans-mac-e16": 83,
-    "titans-mal-skip-e16": 28,
+    "titans-mac-e16": 81,
+    "titans-mal-skip-e16": 27,
     "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,
-    "atlas-gated-e1": 33,
+    "atlas-gated-e1": 32,
     "atlas-gated-token-e16": 265,
     "retnet-e1": 9,
     "retnet-e4": 21,
@@ -55,9 +55,9 @@ LAUNCHES = {
     "swla-e1": 11,
     "swdt-e1": 58,
     "dot-e4": 81,
-    "deep_transformer-mlp-e1": 92,
-    "transformer_pp-mixed": 19,
-    "hope_attention-e1": 17,
+    "deep_transformer-mlp-e1": 91,
+    "transformer_pp-mixed": 18,
+    "hope_attention-e1": 16,
     "hope-stream": 85,
     "memory_managed-e1": 11,
 }
@@ -252,9 +252,10 @@ def test_what_is_not_asked_changes_nothing(name: str, monkeypatch: pytest.Monkey
         if not asked:
             for module in list(sys.modules.values()):
                 if module.__name__.startswith("memzoo."):
-                    for ask in {"may_hold", "may_be"} & vars(module).keys():
-                        monkeypatch.setattr(module, ask, lambda *_: True)
-            monkeypatch.setattr(chunked, "known_rows", lambda position, size: None)
+                    if "may_hold" in vars(module):
+                        monkeypatch.setattr(module, "may_hold", lambda _: True)
+                    if "known" in vars(module):
+                        monkeypatch.setattr(module, "known", lambda _: None)
         cache = MemoryCache(model.config)
         with torch.no_grad():
             found.append(torch.cat([model(part, cache=cache).logits for part in ids.split([2, *[1] * 7], 1)], dim=1))

@@ -342,8 +342,9 @@ def inner_row(
     activate, bound = network.units.value_and_pullback, network.max_gradient_norm
     inputs, deltas, _ = _there_and_back(network, weights, key, value, is_open, activate, known)
     row = torch.cat([*inputs, *deltas], dim=-1)
-    # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: one norm is mostly enough.
-    if bound == math.inf or (row.device.type == "cpu" and _norm(row).max().item() ** 2 / 2 <= bound):
+    # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: one norm of all rows is mostly
+    # enough.
+    if bound == math.inf or (row.device.type == "cpu" and torch.linalg.vector_norm(row).item() ** 2 / 2 <= bound):
         return row
     clip = _clip(network, inputs, deltas)
     return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)

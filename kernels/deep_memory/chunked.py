@@ -41,7 +41,7 @@ from memzoo.kernels.deep_memory.chunk import (
     read,
 )
 from memzoo.kernels.deep_memory.walk import Ends, Tensors, Walk, walk
-from memzoo.kernels.registry import constant, may_hold
+from memzoo.kernels.registry import constant, known, may_hold, may_write
 
 Walks = Callable[[Network, Ends, Tensors, bool], tuple[Tensor, ...]]
 """`walk`; told, too, whether there will be a backward."""
@@ -484,8 +484,7 @@ def step(
         at = (halo + state.position % size).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
     buffer, inputs, deltas = side_by_side(network, state)
     _put(buffer, at, inner_row(network, weights, k, v, opened, known_k).view(batch, heads, 1, -1))
-    stride = buffer.stride(2)
-    rows = [x.as_strided((flat, filled, x.shape[3]), (room * stride, stride, 1)) for x in (*inputs, *deltas)]
+    rows = buffer.flatten(0, 1)[:, :filled].split(network.row_widths, dim=-1)
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = state.position % size == 0
@@ -541,7 +540,8 @@ def step(
         depth = network.depth
         output, _ = read(network, q, weights, slots, rows[:depth], rows[depth:], *of_anchor, of_rows, known_q)
         coefficients = (write, momentum_write, keep, momentum_read, momentum_keep, orthogonal)
-        state = _stepped(network, state, filled == room, inputs, deltas, coefficients)
+        may_end, all_end = filled == room, held is not None and min(held) == size - 1
+        state = _stepped(network, state, may_end, all_end, inputs, deltas, coefficients)
     if halo > 0:
         state = state._replace(recent_keys=recent[0], recent_values=recent[1])
     return output.reshape(batch, 1, heads, -1), state
@@ -581,25 +581,28 @@ def _stepped(
     network: Network,
     state: DeepMemoryState,
     may_end: bool,
+    all_end: bool,
     inputs: tuple[Tensor, ...],
     deltas: tuple[Tensor, ...],
     coefficients: tuple[Tensor, ...],
 ) -> DeepMemoryState:
     """The state one token on, of which the factors `[B, H, R, ...]` and the coefficients are given: the next anchor
-    where the token completes the running chunk, which none does unless it `may_end`."""
+    where the token completes the running chunk, which none does unless it `may_end`, and each where `all_end`."""
     weights, momentum = state.weights, state.momentum
     if may_end:
         write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = (x.flatten(0, 1) for x in coefficients)
         anchor = [x.flatten(0, 1) for x in weights], [x.flatten(0, 1) for x in momentum]
         rows = [x.flatten(0, 1) for x in inputs], [x.flatten(0, 1) for x in deltas]
         c = (keep, momentum_read, momentum_keep, write, momentum_write, orthogonal)
-        advanced, done = advance(network, *anchor, *rows, *c), _is_done(state)
+        advanced, done = advance(network, *anchor, *rows, *c), None if all_end else _is_done(state)
         weights, momentum = (
-            tuple(torch.where(done[..., None], new.view_as(old), old) for new, old in zip(*pair, strict=True))
+            tuple(_where(done, new.view_as(old), old) for new, old in zip(*pair, strict=True))
             for pair in zip(advanced, (weights, momentum), strict=True)
         )
         fresh = (0.0, 0.0, 1.0, 0.0, float(network.momentum), 0.0)
-        coefficients = tuple(torch.where(done, new, x) for new, x in zip(fresh, coefficients, strict=True))
+        coefficients = tuple(
+            _where(done, torch.full_like(x, new), x) for new, x in zip(fresh, coefficients, strict=True)
+        )
     write, momentum_write, keep, momentum_read, momentum_keep, orthogonal = coefficients
     return DeepMemoryState(
         weights,
@@ -619,6 +622,11 @@ def _stepped(
     )
 
 
+def _where(done: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    """`new` `[B, H, ...]` of rows that are `done` `[B, 1, 1]`, of all where it is `None`."""
+    return new if done is None else torch.where(done.view(-1, *[1] * (new.ndim - 1)), new, old)
+
+
 def _is_done(state: DeepMemoryState) -> Tensor:
     """Whether the next token completes the running chunk, `[B, 1, 1]`."""
     size = state.write.shape[2] - state.halo
@@ -629,7 +637,8 @@ def known_rows(position: Tensor, size: int) -> list[int] | None:
     """Where in its running chunk the next token of each row stands, as far as the host knows without waiting: on a CPU.
     Then rows of tokens to come are not read, no chunk is ended where none ends, and no index is made where all stand
     alike."""
-    return [at % size for at in position.tolist()] if position.device.type == "cpu" else None
+    found = known(position)
+    return None if found is None else [at % size for at in found]
 
 
 def side_by_side(network: Network, state: DeepMemoryState) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -668,8 +677,3 @@ def writable(x: Tensor) -> Tensor:
     """The tensor or a copy: one made under `torch.inference_mode` can be written there only, and rows that share their
     memory, or are not laid out for `flatten` to be a view, cannot be written at all."""
     return x if x.is_contiguous() and may_write(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def may_write(x: Tensor) -> bool:
-    """Whether in-place operations may change it: what was made under `torch.inference_mode` is changed there only."""
-    return not x.is_inference() or torch.is_inference_mode_enabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
-from memzoo.kernels.registry import cast, may_be
+from memzoo.kernels.registry import cast, known, may_be, may_write
 from memzoo.modeling.norms import RMSNorm
 
 
@@ -31,9 +32,9 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
         self.head_dim = head_dim
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angle = position_ids[..., None] * self.inv_freq.to(x.device, torch.float32)
-        cos, sin = angle.cos(), angle.sin()
-        both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        rate = self.inv_freq.to(x.device, torch.float32)
+        angle = position_ids[..., None] * torch.cat([-rate, rate])
+        both = angle.cos(), angle.sin()
         if self.attention_scaling != 1:
             both = both[0] * self.attention_scaling, both[1] * self.attention_scaling
         return cast(both[0], x.dtype), cast(both[1], x.dtype)
@@ -45,18 +46,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KeyValueState(NamedTuple):
-    """The last keys and values of each row, right-aligned: row b's valid ones are its last `valid[b]`."""
+    """Keys and values that later tokens may see: first the prefix's, then in S places the rows' own.
+
+    Where S is fixed, key j of a row, counted from 0, is in place P + j mod S, so that a token is written over one that
+    has left the window. Where the state grows, a row's keys are its last `length`.
+    """
 
     keys: Tensor
-    """`[B, G, R, D]`, after the rotary embedding; G heads of keys and values."""
+    """`[B, G, P + S, D]`, after the rotary embedding; G heads of keys and values."""
     values: Tensor
-    """`[B, G, R, D]`."""
-    valid: Tensor
-    """`[B]`, int64."""
-    prefix_keys: Tensor
-    """Of the tokens that every token sees, `[B, G, P, D]`."""
-    prefix_values: Tensor
-    """`[B, G, P, D]`."""
+    """`[B, G, P + S, D]`."""
+    length: Tensor
+    """Own keys of each row so far, `[B]`, int64."""
 
 
 class CausalAttention(nn.Module):
@@ -72,16 +73,19 @@ class CausalAttention(nn.Module):
     Args:
         config: gives widths, rotary embedding, dropout and the attention implementation.
         window: own keys that a token sees, itself included; `None` for all since the state was empty.
-        carried: keys kept for later tokens; `None` for all.
+        prefix: tokens that every token sees.
+        most: own keys that there can be, where there is no window; `None` for any number.
     """
 
     is_causal = True
 
-    def __init__(self, config: PreTrainedConfig, window: int | None, carried: int | None) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, window: int | None, *, prefix: int = 0, most: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
-        self.window = window
-        self.carried = carried
+        self.window, self.prefix = window, prefix
+        self.places = most if window is None else window
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.scaling = self.head_dim**-0.5
         self.num_key_value_groups = self.heads // config.num_key_value_heads
@@ -105,28 +109,32 @@ class CausalAttention(nn.Module):
     ) -> tuple[Tensor, KeyValueState]:
         """Attend from new tokens to the prefix, the carried keys and the new keys.
 
+        Without gradients, tokens are written into the tensors of a state of fixed size where none is lost that one of
+        them sees. The old state stays valid, but two texts must not go on from it.
+
         Args:
             x: new tokens `[B, L, D_model]`, right-padded.
             rotary: cosines and sines of their positions, each `[B, L, D]`, as `self.rotary` gives them.
             added: real tokens per row, `[B]`; `None` when all are.
             state: carried keys, or `None` at the start.
-            prefix: tokens that every token sees, `[P, D_model]`, at positions `-P` to -1; looked at where there is no
-                state, which keeps them.
-            room: keys that a state holds where `carried` says all, masked until they come; `None` for as many as there
-                are, with which it grows.
+            prefix: the P tokens that every token sees, `[P, D_model]`, at positions `-P` to -1; looked at where there
+                is no state, which keeps them.
+            room: places for own keys where neither a window nor `most` says how many; `None` for as many as there are,
+                with which the state grows.
 
         Returns:
             `[B, L, H D]` and the new state.
         """
         q, k, v = self._heads_of(x, *rotary)
-        if state is None:
-            state = self._begin(k, prefix)
-        keys = torch.cat([state.prefix_keys, state.keys, k], dim=2)
-        values = torch.cat([state.prefix_values, state.values, v], dim=2)
-        implementation = self.config._attn_implementation
-        missing = self._may_miss(state, implementation)
-        y = self._attend(q, keys, values, state, implementation, missing)
-        return y, self._carry(keys, values, x.shape[1], added, state, room, missing)
+        places, implementation = self.places or room, self.config._attn_implementation
+        if state is not None and places is not None and added is None and self._may_write(state, k):
+            return self._in_place(q, k, v, state, places, implementation)
+        fresh = state is None
+        state = self._begin(k, prefix) if state is None else state
+        carried = state if fresh or places is None else self._in_order(state, places)
+        keys, values = torch.cat([carried.keys, k], dim=2), torch.cat([carried.values, v], dim=2)
+        y = self._attend(q, keys, values, carried.length, implementation)
+        return y, self._carry(keys, values, x.shape[1], added, state.length, places, fresh)
 
     def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with the rotary embedding and values, `[B, H, L, D]` each; of a single token, which is bound
@@ -150,94 +158,154 @@ class CausalAttention(nn.Module):
         return y if norm is None else norm(y.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
     def _begin(self, k: Tensor, prefix: Tensor | None) -> KeyValueState:
-        """No carried keys yet, for rows with new keys `k`."""
-        none = k.new_zeros(*k.shape[:2], 0, k.shape[3])
-        valid = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
-        if prefix is None or prefix.shape[0] == 0:
-            return KeyValueState(none, none, valid, none, none)
-        places = torch.arange(-prefix.shape[0], 0, device=k.device)[None]
+        """No own keys yet, for rows with new keys `k`."""
+        length = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+        if self.prefix == 0:
+            none = k.new_zeros(*k.shape[:2], 0, k.shape[3])
+            return KeyValueState(none, none, length)
+        assert prefix is not None
+        places = torch.arange(-self.prefix, 0, device=k.device)[None]
         prefix_k = self._heads(prefix[None], self.k_proj, self.k_norm)
         cos, sin = self.rotary(prefix, places)
         prefix_k = rotated(prefix_k, cos[:, None], sin[:, None])
         prefix_v = self._heads(prefix[None], self.v_proj)
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
-        return KeyValueState(none, none, valid, prefix_k, prefix_v)
+        return KeyValueState(prefix_k, prefix_v, length)
 
-    def _may_miss(self, state: KeyValueState, implementation: str) -> bool:
-        """Whether rows may carry fewer keys than there is room for. Flash attention drops missing keys, and so asks the
-        device for their number."""
-        held = state.keys.shape[2]
+    def _may_write(self, state: KeyValueState, k: Tensor) -> bool:
+        """Whether the new keys `k` may be written into the state: not into what a graph or another row needs, nor over
+        a key that an earlier one of the new tokens sees."""
+        none_lost = k.shape[2] == 1 or self.window is None
+        frozen = k.requires_grad or state.keys.requires_grad
+        return none_lost and not frozen and state.keys.is_contiguous() and may_write(state.keys)
+
+    def _in_place(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, places: int, implementation: str
+    ) -> tuple[Tensor, KeyValueState]:
+        """Attend from new tokens, every one real, that take their places in the state first."""
+        (keys, values, length), tokens = state, k.shape[2]
+        lengths = known(length)
+        if lengths is not None and min(lengths) == max(lengths):
+            start = self.prefix + lengths[0] % places
+            keys.narrow(2, start, tokens).copy_(k)
+            values.narrow(2, start, tokens).copy_(v)
+        else:
+            index = length[:, None] if tokens == 1 else length[:, None] + torch.arange(tokens, device=k.device)
+            index = self._behind_prefix(index % places)[:, None, :, None].expand(k.shape)
+            keys.scatter_(2, index, cast(k, keys.dtype))
+            values.scatter_(2, index, cast(v, values.dtype))
+        state, filled = state._replace(length=length + tokens), places
+        if lengths is not None and max(lengths) + tokens < places:
+            filled = max(lengths) + tokens
+            keys, values = (x.narrow(2, 0, self.prefix + filled) for x in (keys, values))
+        sees = exists = None
+        if tokens > 1 or self._may_miss(length, filled - 1, implementation):
+            end = self._behind_prefix(state.length)
+            sees = partial(_up_to, end, tokens)
+            exists = torch.arange(keys.shape[2], device=k.device) < end[:, None]
+        y = self._interface(q, keys, values, implementation, sees, exists)
+        return y.flatten(2), state
+
+    def _behind_prefix(self, place: Tensor) -> Tensor:
+        return place if self.prefix == 0 else place + self.prefix
+
+    def _in_order(self, state: KeyValueState, places: int) -> KeyValueState:
+        """The prefix and the carried keys, each row's oldest first and all last ones side by side, of a state of fixed
+        size: the window's without its oldest, which no new token sees."""
+        carried = places if self.window is None else places - 1
+        place = (state.length[:, None] - carried + torch.arange(carried, device=state.length.device)) % places
+        keys, values = self._gathered(state.keys, state.values, place)
+        return KeyValueState(keys, values, state.length.clamp(max=carried))
+
+    def _gathered(self, keys: Tensor, values: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """The prefix and the own keys in `place` `[B, N]`, and their values."""
+        first = torch.arange(self.prefix, device=place.device).expand(place.shape[0], -1)
+        index = torch.cat([first, place + self.prefix], dim=1)[:, None, :, None]
+        index = index.expand(-1, keys.shape[1], -1, keys.shape[3])
+        return keys.gather(2, index), values.gather(2, index)
+
+    @staticmethod
+    def _may_miss(valid: Tensor, held: int, implementation: str) -> bool:
+        """Whether rows may carry fewer than `held` keys. Flash attention drops missing keys, and so asks the device for
+        their number."""
         if held > 0 and is_flash_attention_requested(None, implementation):
-            return bool((state.valid < held).any())
-        return held > 0 and may_be(state.valid, lambda valid: valid < held)
+            return bool((valid < held).any())
+        return held > 0 and may_be(valid, lambda n: n < held)
 
-    def _attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, state: KeyValueState, implementation: str, missing: bool
-    ) -> Tensor:
-        """Blocks of queries as separate batch rows, each with the prefix and the keys that its window reaches.
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, valid: Tensor, implementation: str) -> Tensor:
+        """Queries `[B, H, L, D]` on keys `[B, G, P + R + L, D]`: the prefix's, R carried ones of which a row's last
+        `valid` exist, and the new ones.
 
-        A block sees the keys of the one before it and its own, so that a long row costs 2 L W, not L^2.
+        Where the new tokens are more than a window they are blocks of queries as separate batch rows, each with the
+        prefix, the block before it and its own keys, so that a long row costs 2 L W, not L^2.
         """
-        (batch, _, tokens, _), held, count = q.shape, state.keys.shape[2], state.prefix_keys.shape[2]
-        if self.window is None or tokens <= self.window:
-            return self._interface(q, keys, values, count, state.valid, held, implementation, missing).flatten(2)
-        size = self.window
+        batch, _, tokens, _ = q.shape
+        held = keys.shape[2] - self.prefix - tokens
+        missing, size = self._may_miss(valid, held, implementation), self.window
+        if size is None or tokens <= size:
+            return self._ordered(q, keys, values, valid, held, implementation, missing).flatten(2)
         blocks = -(-tokens // size)
         end = blocks * size - tokens
-        keys, values = (self._in_blocks(x, count, size - held, end) for x in (keys, values))
+        keys, values = (self._in_blocks(x, size - held, end) for x in (keys, values))
         q = nn.functional.pad(q, (0, 0, 0, end)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
         # A block reaches a window back, but no further than `valid` before the row's first new token.
-        valid = (state.valid[:, None] + size * torch.arange(blocks, device=q.device)).clamp(max=size)
-        y = self._interface(q, keys, values, count, valid.flatten(), size, implementation, missing=True)
+        valid = (valid[:, None] + size * torch.arange(blocks, device=q.device)).clamp(max=size)
+        y = self._ordered(q, keys, values, valid.flatten(), size, implementation, missing=True)
         return y.unflatten(0, (batch, blocks)).flatten(1, 2)[:, :tokens].flatten(2)
 
-    def _in_blocks(self, x: Tensor, prefix: int, start: int, end: int) -> Tensor:
+    def _in_blocks(self, x: Tensor, start: int, end: int) -> Tensor:
         """Keys `[B, G, P + L, D]`, padded at both ends, in blocks of the window's size, each behind the prefix and the
         block before it."""
-        blocks = nn.functional.pad(x[:, :, prefix:], (0, 0, start, end)).unflatten(2, (-1, self.window))
-        fixed = x[:, :, None, :prefix].expand(-1, -1, blocks.shape[2] - 1, -1, -1)
+        blocks = nn.functional.pad(x[:, :, self.prefix :], (0, 0, start, end)).unflatten(2, (-1, self.window))
+        fixed = x[:, :, None, : self.prefix].expand(-1, -1, blocks.shape[2] - 1, -1, -1)
         return torch.cat([fixed, blocks[:, :, :-1], blocks[:, :, 1:]], dim=3).transpose(1, 2).flatten(0, 1)
+
+    def _ordered(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, held: int, implementation: str, missing: bool
+    ) -> Tensor:
+        """`[N, H, Q, D]` queries on keys `[N, G, P + R + Q, D]`, of which the R = `held` after the prefix's may be
+        `missing` but for the last `valid` `[N]`."""
+        queries, keys, first = q.shape[2], k.shape[2], held - valid
+        if queries == 1 and self.window is not None and held >= self.window:
+            first = first.clamp(min=held + 1 - self.window)
+        # One query for which all keys are there needs no mask, whose building would cost more than its attention; nor
+        # does a plain causal square under sdpa, which knows it by itself.
+        square = implementation == "sdpa" and self.window is None and queries == keys
+        if not missing and (queries == 1 or square):
+            return self._interface(q, k, v, implementation, None, None)
+        place = torch.arange(keys, device=q.device) - self.prefix
+        exists = (place < 0) | (place >= first[:, None]) if missing else None
+        sees = partial(_within, first, self.prefix, held, self.window)
+        return self._interface(q, k, v, implementation, sees, exists)
 
     def _interface(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        count: int,
-        valid: Tensor,
-        held: int,
         implementation: str,
-        missing: bool,
+        sees: Callable[..., Tensor] | None,
+        exists: Tensor | None,
     ) -> Tensor:
-        """`[N, H, Q, D]` queries on keys `[N, G, P + R + Q, D]`, the first P = `count` of which all see; of the R =
-        `held` next ones the last `valid` `[N]` exist, which can be fewer only where some may be `missing`."""
+        """`[N, H, Q, D]` queries on keys `[N, G, K, D]`: those that `sees` says, as transformers' mask functions do,
+        all where it is `None`. Which keys there are, `exists` `[N, K]` or `None` for all, is what flash attention asks:
+        a key that exists is seen from its token on."""
         flash = is_flash_attention_requested(None, implementation)
-        if flash and count > 0 and self.window is not None:
+        if flash and self.prefix > 0 and self.window is not None:
             raise ValueError(
-                f"attn_implementation={implementation!r} cannot show {count} persistent tokens beyond a sliding "
+                f"attn_implementation={implementation!r} cannot show {self.prefix} persistent tokens beyond a sliding "
                 "window; expected 'sdpa', 'eager' or 'flex_attention', or a config with num_persistent_tokens=0."
             )
-        queries, keys = q.shape[2], k.shape[2]
-        mask = exists = None
-        if flash and missing:
-            place = torch.arange(keys, device=q.device)
-            exists = (place < count) | (place >= count + held - valid[:, None])
-        # One query for which all keys are there, as in steady decoding, needs no mask; building one would cost more
-        # than its attention.
-        # Nor does a plain causal square under sdpa, which knows it by itself.
-        square = implementation == "sdpa" and self.window is None and queries == keys and not missing
-        too_far = self.window is not None and held >= self.window
-        if implementation == "sdpa" and queries == 1 and missing and not too_far:
-            own = torch.arange(-count, keys - count, device=q.device)
-            mask = own >= held - valid[:, None]
-            mask = (mask if count == 0 else mask | (own < 0))[:, None, None]
-        elif not square and (flash or missing or queries > 1 or too_far):
+        mask = None
+        if implementation == "sdpa" and q.shape[2] == 1 and sees is not None:
+            mask = exists if exists is None else exists[:, None, None]
+        elif sees is not None:
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
-                q_length=queries,
-                kv_length=keys,
-                mask_function=self._mask(held - valid, count, held),
-                attention_mask=exists,
+                q_length=q.shape[2],
+                kv_length=k.shape[2],
+                mask_function=sees,
+                attention_mask=exists if flash else None,
                 allow_is_causal_skip=False,
                 dtype=q.dtype,
                 device=q.device,
@@ -256,47 +324,60 @@ class CausalAttention(nn.Module):
         )
         return y
 
-    def _mask(self, first: Tensor, prefix: int, held: int) -> Callable:
-        """Whether query `q_idx` of a block sees key `kv_idx`, as transformers' mask functions ask it; of a row's own
-        keys, those before `first` `[N]` do not exist."""
-        window = self.window
-
-        def sees(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            own = kv_idx - prefix
-            visible = (own <= q_idx + held) & (own >= first[batch_idx])
-            if window is not None:
-                visible = visible & (own > q_idx + held - window)
-            return (kv_idx < prefix) | visible
-
-        return sees
-
     def _carry(
         self,
         keys: Tensor,
         values: Tensor,
         tokens: int,
         added: Tensor | None,
-        state: KeyValueState,
-        room: int | None,
-        missing: bool,
+        length: Tensor,
+        places: int | None,
+        fresh: bool,
     ) -> KeyValueState:
-        """The last `carried` keys and values, or all, to each row's last real token; `keys` end with the new ones."""
-        held, carried = state.keys.shape[2], room if self.carried is None else self.carried
-        own = held + tokens
-        carried = own if carried is None else carried
-        # A state that has just begun carries none: padding stands in front.
-        wanted = carried if added is None else carried + tokens
-        if own < wanted:
-            keys, values = (nn.functional.pad(x[:, :, -own:], (0, 0, wanted - own, 0)) for x in (keys, values))
+        """The state after all `tokens`, or each row's first `added`, where `keys` end with the new ones: behind the
+        prefix and what was carried of the rows' `length` own ones, nothing if `fresh`."""
+        own, now = keys.shape[2] - self.prefix, length + (tokens if added is None else added)
+        carried = own - tokens
+        if places is None:
+            if added is not None:  # what is missing at the end stands in front, where nobody looks
+                place = torch.arange(own, device=keys.device) - (tokens - added)[:, None]
+                keys, values = self._gathered(keys, values, place.clamp(min=0))
+        elif fresh and added is None:
+            keys, values = self._placed(keys, own, places), self._placed(values, own, places)
         else:
-            first = keys.shape[2] - wanted
-            keys, values = keys[:, :, first:], values[:, :, first:]
-            if tokens > wanted:  # a view would hold on to more than is carried
-                keys, values = keys.clone(), values.clone()
-        if added is not None:
-            index = (added[:, None] + torch.arange(carried, device=keys.device))[:, None, :, None]
-            keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
-        valid = state.valid
-        if missing or held < carried:  # else each row carries as many as it can, and goes on to
-            valid = (valid + (tokens if added is None else added)).clamp(max=carried)
-        return state._replace(keys=keys, values=values, valid=valid)
+            last = now[:, None] - 1
+            latest = last - (last - torch.arange(places, device=keys.device)) % places  # key that a place is for
+            place = (latest - length[:, None] + carried).clamp(min=0)
+            keys, values = self._gathered(keys, values, place)
+        return KeyValueState(keys, values, now)
+
+    def _placed(self, x: Tensor, own: int, places: int) -> Tensor:
+        """The prefix and the last of the `own` first keys of all rows, key j in place j mod S."""
+        if own <= places:
+            return nn.functional.pad(x, (0, 0, 0, places - own))
+        return torch.cat([x[:, :, : self.prefix], x[:, :, -places:].roll(own % places, dims=2)], dim=2)
+
+
+def _up_to(end: Tensor, queries: int, batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Whether a query sees a key, as transformers' mask functions ask it: up to its own, the last query's being the one
+    before `end` `[N]`."""
+    return kv_idx < end[batch_idx] + (q_idx + 1 - queries)
+
+
+def _within(
+    first: Tensor,
+    prefix: int,
+    held: int,
+    window: int | None,
+    batch_idx: Tensor,
+    head_idx: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    """The same of keys in order, the prefix's in front: of a row's own ones those before `first` `[N]` do not exist,
+    and the first query's own is behind the `held` carried ones."""
+    own = kv_idx - prefix
+    visible = (own <= q_idx + held) & (own >= first[batch_idx])
+    if window is not None:
+        visible = visible & (own > q_idx + held - window)
+    return (kv_idx < prefix) | visible

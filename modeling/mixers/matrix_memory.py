@@ -463,7 +463,7 @@ class AttentionMixer(Mixer):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, window: int | None) -> None:
         super().__init__(config, layer_idx)
-        self.attention = CausalAttention(config, window=window, carried=None if window is None else window - 1)
+        self.attention = CausalAttention(config, window=window)
         width = config.num_attention_heads * config.head_dim
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_out_bias)
 

@@ -89,10 +89,10 @@ class BranchGate(nn.Module):
         return self.o_proj(norm_gate(y, weight, m, self.memory_norm(m), **self.gating))
 
 
-def branch_attention(config: PreTrainedConfig, layer_idx: int) -> CausalAttention:
+def branch_attention(config: PreTrainedConfig, layer_idx: int, prefix: int = 0) -> CausalAttention:
     """The attention of a block by the config's `layer_types`."""
     window = config.sliding_window if config.attention_types[layer_idx] == "sliding_attention" else None
-    return CausalAttention(config, window=window, carried=None if window is None else window - 1)
+    return CausalAttention(config, window=window, prefix=prefix)
 
 
 class Wiring(Mixer):
@@ -130,7 +130,7 @@ class MAG(Wiring):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int, memory: MakeMemory = DeepMemory) -> None:
         super().__init__(config, layer_idx, memory)
-        self.attention = branch_attention(config, layer_idx)
+        self.attention = branch_attention(config, layer_idx, config.num_persistent_tokens)
         self.output = BranchGate(config)
 
     def rotary_embedding(self) -> HeadRotaryEmbedding:
@@ -219,7 +219,9 @@ class MAC(Wiring):
         super().__init__(config, layer_idx, memory)
         self.segment_size = config.segment_size
         self.query_proj = nn.Linear(config.hidden_size, self.memory.heads * self.memory.key_dim, bias=False)
-        self.attention = CausalAttention(config, window=None, carried=2 * config.segment_size)
+        self.attention = CausalAttention(
+            config, window=None, prefix=config.num_persistent_tokens, most=2 * config.segment_size
+        )
         self.output = BranchGate(config)
 
     def forward(self, x: Tensor, step: Step, state: ContextState | None) -> tuple[Tensor, ContextState]:
@@ -236,7 +238,7 @@ class MAC(Wiring):
                 window, past = None, self._contents(memory)
             else:
                 starts = (part.begun == 0) & (part.added > 0)
-                window = window._replace(valid=torch.where(starts, 0, window.valid))
+                window = window._replace(length=torch.where(starts, 0, window.length))
                 past = tuple(
                     _of_rows(starts, new, old) for new, old in zip(self.memory.contents(memory), past, strict=True)
                 )
