@@ -12,7 +12,7 @@ from torch import Tensor
 from memzoo.kernels.blocked import block_size, in_piece
 from memzoo.kernels.registry import constant
 
-_constants: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor, float]] = {}
+_constants: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor, float, float]] = {}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,6 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     their product with a small matrix there, and differs from it by rounding:
 
         y = sqrt(D) (x weight) / hypot(|x|, sqrt(D eps))
+
+    of a single vector with a length that is Python's number.
 
     That of a long sequence on a CPU, with gradients, is torch's to the bit, in blocks of tokens, with the backward
     written out.
@@ -45,11 +47,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     kind = x.shape[-1], eps, dtype
     known = _constants.get(kind)
     if known is None:
-        least, zero = (constant((number,), x, dtype) for number in (math.sqrt(kind[0] * eps), 0.0))
-        known = least, zero, math.sqrt(kind[0])
+        shortest = math.sqrt(kind[0] * eps)
+        least, zero = (constant((number,), x, dtype) for number in (shortest, 0.0))
+        known = least, zero, math.sqrt(kind[0]), shortest
         if type(zero) is Tensor:  # not a tracer's
             _constants[kind] = known
-    least, zero, root = known
+    least, zero, root, shortest = known
+    if x.numel() == kind[0] and eps > 0:  # a single vector, whose length is a number
+        length = math.hypot(torch.linalg.vector_norm(x).item(), shortest)
+        return torch.addcmul(zero, x, weight, value=root / length)
     length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), least)
     return torch.addcdiv(zero, x * weight, length, value=root)
 

@@ -473,8 +473,8 @@ def step(
 
     known_k = known_q = None
     if network.depth > 1 and not state.current:  # key and query meet the same weights, which are read once
-        known = torch.bmm(torch.cat([k, q], dim=1), weights[0].mT)
-        known_k, known_q = known[:, :1], known[:, 1:]
+        products = torch.bmm(torch.cat([k, q], dim=1), weights[0].mT)
+        known_k, known_q = products[:, :1], products[:, 1:]
     held = known_rows(state.position, size)
     filled = room if held is None else halo + 1 + max(held)
     at: int | Tensor
@@ -484,7 +484,7 @@ def step(
         at = (halo + state.position % size).view(-1, 1, 1).expand(-1, heads, 1)  # [B, H, 1]
     buffer, inputs, deltas = side_by_side(network, state)
     _put(buffer, at, inner_row(network, weights, k, v, opened, known_k).view(batch, heads, 1, -1))
-    rows = buffer.flatten(0, 1)[:, :filled].split(network.row_widths, dim=-1)
+    rows = buffer.flatten(0, 1)[:, :filled].split_with_sizes(network.row_widths, dim=-1)
     recent = [state.recent_keys, state.recent_values]
     if halo > 0:
         starts = state.position % size == 0

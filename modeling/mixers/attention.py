@@ -198,8 +198,12 @@ class CausalAttention(nn.Module):
         if lengths is not None and max(lengths) + tokens < places:
             filled = max(lengths) + tokens
             keys, values = (x.narrow(2, 0, self.prefix + filled) for x in (keys, values))
+        if lengths is None:
+            missing = self._may_miss(length, filled - 1, implementation)
+        else:
+            missing = min(lengths) < filled - 1
         sees = exists = None
-        if tokens > 1 or self._may_miss(length, filled - 1, implementation):
+        if tokens > 1 or missing:
             end = self._behind_prefix(state.length)
             sees = partial(_up_to, end, tokens)
             exists = torch.arange(keys.shape[2], device=k.device) < end[:, None]

@@ -83,6 +83,12 @@ class InnerGates(nn.Linear):
         shares = [torch.linspace(math.log(low), math.log(high), self.heads).exp() for low, high in self.ranges]
         init.copy_(self.bias, torch.logit(torch.cat(shares)).to(self.bias))
 
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 1 or not x.is_cpu or torch.is_grad_enabled():
+            return super().forward(x)
+        # The product of a token that adds a bias would be the only one of its kind: its code is in no cache of a CPU.
+        return F.linear(x, self.weight).add_(self.bias)
+
     def each(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[B, T, D]` to each gate, `[B, T, H]` or with lags `[B, T, H, c]`. (`forward` is the linear layer's, as
         adapters expect of one.)"""
