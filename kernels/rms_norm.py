@@ -54,8 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             _constants[kind] = known
     least, zero, root, shortest = known
     if x.numel() == kind[0] and eps > 0:  # a single vector, whose length is a number
-        length = math.hypot(torch.linalg.vector_norm(x).item(), shortest)
-        return torch.addcmul(zero, x, weight, value=root / length)
+        return torch.addcmul(zero, x, weight, value=root / math.hypot(torch.linalg.vector_norm(x).item(), shortest))
     length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), least)
     return torch.addcdiv(zero, x * weight, length, value=root)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def plain(module: CausalAttention, x: Tensor, prefix: Tensor, window: int | None
 def test_blocks_equal_a_full_mask(
     implementation: str, prefix: int, window: int | None, options: dict[str, Any]
 ) -> None:
-    """In one pass, and in pieces on the carried keys."""
+    """In one pass, and in pieces on the carried keys: with and without gradients, in states that grow or have room."""
     module = attention(window, prefix, implementation, options)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, TOKENS, 16, generator=generator, dtype=torch.float64)
@@ -80,15 +81,45 @@ def test_blocks_equal_a_full_mask(
     want = plain(module, x, sinks, window)
     # transformers' eager attention takes its softmax in float32
     bound = OP[torch.float64] if implementation == "sdpa" else OP[torch.float32]
-    for cuts in ([TOKENS], [1] * TOKENS, [9, 1, 13], [2, 21]):
-        state, parts, position = None, [], 0
-        for part in x.split(cuts, dim=1):
-            added = torch.full((2,), part.shape[1])
-            place = (position + torch.arange(part.shape[1]))[None]
-            y, state = module(part, module.rotary(part, place), added, state, sinks)
-            parts.append(y)
-            position += part.shape[1]
-        close(torch.cat(parts, dim=1), want, bound)
+    rooms = (None, TOKENS, TOKENS + 4) if window is None else (None,)
+    for cuts in ([TOKENS], [1] * TOKENS, [9, *[1] * 5, 9], [2, 21]):
+        for counted, room, grad in itertools.product((True, False), rooms, (True, False)):
+            state, parts, position = None, [], 0
+            with torch.set_grad_enabled(grad):
+                for part in x.split(cuts, dim=1):
+                    added = torch.full((2,), part.shape[1]) if counted else None
+                    rotary = module.rotary(part, (position + torch.arange(part.shape[1]))[None])
+                    y, state = module(part, rotary, added, state, sinks, room)
+                    parts.append(y)
+                    position += part.shape[1]
+            close(torch.cat(parts, dim=1), want, bound)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize(("window", "room"), [(5, None), (9, None), (None, TOKENS), (None, None)])
+@torch.no_grad()
+def test_rows_of_unequal_length_go_on_together(
+    implementation: str, prefix: int, window: int | None, room: int | None
+) -> None:
+    """Token by token, each row from where it stands; a step taken again from the state before it gives the same."""
+    module = attention(window, prefix, implementation)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, TOKENS, 16, generator=generator, dtype=torch.float64)
+    sinks = torch.randn(prefix, 16, generator=generator, dtype=torch.float64)
+    want = plain(module, x, sinks, window)
+    lengths = torch.tensor([4, 1, 7])
+    first = x[:, :7]
+    _, state = module(first, module.rotary(first, torch.arange(7)[None]), lengths, None, sinks, room)
+    rows = torch.arange(3)
+    for step in range(12):
+        at = lengths + step
+        token, rotary = x[rows, at][:, None], module.rotary(first, at[:, None])
+        y, after = module(token, rotary, None, state, sinks, room)
+        again, after = module(token, rotary, None, state, sinks, room)
+        close(y[:, 0], want[rows, at], OP[torch.float64] if implementation == "sdpa" else OP[torch.float32])
+        assert torch.equal(again, y)
+        state = after
 
 
 @pytest.mark.parametrize("name", WITH_ATTENTION)

@@ -96,7 +96,7 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(2, 1, 6), (2, 1, 3, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 6), (2, 1, 3, 6), (1, 1, 6), (1, 1, 1, 6)], ids=str)
 @torch.no_grad()
 def test_the_norm_of_one_token_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Of lively rows, and of rows as small as the epsilon and zero, where it counts."""
