@@ -161,6 +161,8 @@ def newton(dtype: torch.dtype, batch: int = 2, tokens: int = 64, heads: int = 16
     x = meta(batch * heads, -(-tokens // 64), hidden, 48)
     newton_schulz.forward(x, 5)
     newton_schulz.backward(x, x, 5)
+    weight, rate = meta(batch * heads, 1, hidden, 48), meta(batch * heads, 1, 1, 1).expand(-1, -1, hidden, 48)
+    newton_schulz.advance_matrices(weight, weight, rate, rate, 5)
 
 
 def gate(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, value_dim: int = 96) -> None:

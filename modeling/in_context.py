@@ -213,7 +213,7 @@ class ChainModel(MemoryModel):
         if chosen is not None:
             taken = pytree.tree_map_only(Tensor, lambda x: x[chosen], taken)
             first, position = first[chosen], position[chosen]
-        gradients = self._gradients(taken, first, position - self.chunk_size)
+        gradients = self._gradients(taken, first, position - self.chunk_size, part.step.room)
         learned = []
         for state, own, slopes in zip(states, taken, gradients, strict=True):
             levels = tuple(
@@ -228,13 +228,16 @@ class ChainModel(MemoryModel):
             learned.append(state._replace(anchor=anchor, levels=levels))
         return learned
 
-    def _gradients(self, states: list[ChainState], first: Tensor, position: Tensor) -> list[tuple[Change, ...]]:
+    def _gradients(
+        self, states: list[ChainState], first: Tensor, position: Tensor, room: int | None
+    ) -> list[tuple[Change, ...]]:
         """Of the summed next-token errors of each row's last chunk, with respect to its changes.
 
         Args:
             states: of the rows that have read a whole chunk.
             first: the token after it, `[R]`.
             position: tokens before it, `[R]`.
+            room: of the states.
         """
         second = self.config.chain_second_order and torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
@@ -245,7 +248,7 @@ class ChainModel(MemoryModel):
             changes = pytree.tree_map(_leaf, [tuple(level.change for level in state.levels) for state in states])
             hidden, added = chunk.inputs, torch.full_like(position, chunk.ids.shape[1])
             rotary = self._rotary(Rows((len(position), chunk.ids.shape[1]), position), hidden)
-            step = Step(position, None, added, rotary)
+            step = Step(position, None, added, rotary, room)
             labels = torch.cat([chunk.ids[:, 1:], first[:, None]], dim=1)
             with _unsharded(self.layers):
                 for layer, state, own in zip(self.layers, states, changes, strict=True):

@@ -38,13 +38,13 @@ pytest.importorskip("triton")
 LAUNCHES = {
     "titans-lmm-e1": 8,
     "titans-mag-e1": 24,
-    "atlas-lmm-e1": 15,
+    "atlas-lmm-e1": 11,
     "titans-lmm-e16": 8,
     "titans-mac-e16": 81,
     "titans-mal-skip-e16": 27,
     "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,
-    "atlas-gated-e1": 32,
+    "atlas-gated-e1": 27,
     "atlas-gated-token-e16": 265,
     "retnet-e1": 9,
     "retnet-e4": 21,
@@ -63,7 +63,7 @@ LAUNCHES = {
 }
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
 step, read, gates and write, is one of them wherever there is a kernel for it: not for Muon at every token, exponential
-features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts three more kernels per layer
+features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts one more kernel per layer
 of the memory. The convolution with queries and keys of unit length is one, so are all gates from their logits and
 monomials of degree 2. The rest is projections, rotations, the attention with its mask, and the norm with the gate. What
 a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and a chain or a managed memory its

@@ -418,9 +418,34 @@ def test_newton_schulz_of_what_is_not_finite_stays_by_itself() -> None:
         assert torch.equal(got[[0, 2]], want[[0, 2]])
 
 
+@pytest.mark.parametrize("of", ["matrix", "row", "column"])
+@pytest.mark.parametrize(("shape", "steps"), [((3, 5, 70), 2), ((3, 70, 5), 1), ((3, 2, 9, 20), 3), ((3, 4, 6), 0)])
+def test_newton_schulz_advances_what_has_a_rate(shape: tuple[int, ...], steps: int, of: str) -> None:
+    """Parts of a matrix lie between one another; the second matrix has no rate and stays, whatever it would keep."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> Tensor:
+        x = torch.randn(*sizes, generator=generator)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if len(sizes) == 4 else x
+
+    weight, x = drawn(*shape), drawn(*shape)
+    ones = [1] * (len(shape) - 1)
+    sizes = {"matrix": ones, "row": [*shape[1:-1], 1], "column": [*ones[:-1], shape[-1]]}[of]
+    numbers = torch.randn(2, 3, *sizes, generator=generator)
+    numbers[1, 1] = 0
+    keep, rate = (x.expand(shape) for x in numbers)
+    want = keep.double() * weight.double() + rate.double() * newton_schulz(x.double(), steps=steps, backend="reference")
+    before = weight.clone()
+    newton_triton.advance(weight, x, keep, rate, steps)
+    close(weight[[0, 2]].double(), want[[0, 2]], OP[torch.float32])
+    assert steps == 0 or torch.equal(weight[1], before[1])
+
+
 def test_newton_schulz_as_torch_sees_it() -> None:
     x = torch.randn(2, 3, 9, 5)
-    for operator, given in ((newton_triton._iterated, (x, 2)), (newton_triton._gradient, (x, x, 2))):
+    operators = (newton_triton._iterated, (x, 2)), (newton_triton._gradient, (x, x, 2))
+    four = x[:, None]
+    for operator, given in (*operators, (newton_triton._advanced, (four.clone(), four, four, four, 2))):
         found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
         assert set(found.values()) == {"SUCCESS"}
     with pytest.raises(ValueError, match="Gram matrix of a narrower side of up to 64 on chip, got 65"):

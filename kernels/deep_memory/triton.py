@@ -56,7 +56,7 @@ from memzoo.kernels.deep_memory import DeepMemoryState, chunked
 from memzoo.kernels.deep_memory.chunk import Network
 from memzoo.kernels.deep_memory.walk import Ends, Tensors
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
-from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.registry import mixed_precision
 from memzoo.kernels.triton_support import chip_of, contiguous, fresh, gradients_like, launch, product, tile, wanted
 
@@ -2196,7 +2196,7 @@ def step(
     """`chunked.step` by one kernel, which asks the device for nothing: a step can be part of a CUDA graph.
 
     It writes into more than `chunked.step` does: where the token completes a chunk, over the anchor. Under Muon once a
-    chunk the orthogonal momentum is made after every token, since the host does not know whether one completes a chunk.
+    chunk a kernel for each layer follows, which looks whether the token does.
     """
     batch, heads, _ = state.write.shape
     depth = network.depth
@@ -2230,9 +2230,9 @@ def step(
     )
     if muon is not None:
         for layer, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
-            update = network.layer_of(newton_schulz(network.matrices(slot, layer), steps=muon))
-            keep, rate = (network.per_weight(x, layer) for x in (end_keep, end_orthogonal))
-            weight.mul_(keep).addcmul_(rate, update)
+            ends = (network.per_weight(x, layer).expand_as(weight) for x in (end_keep, end_orthogonal))
+            w, x, keep, rate = (network.matrices(each, layer) for each in (weight, slot, *ends))
+            newton_schulz.advance(w, x, keep, rate, muon)
     write, momentum_write, *rest = (x.view_as(before) for x, before in zip(new, old, strict=True))
     of_rows = (tuple(x.unflatten(0, (batch, heads)) for x in tensors) for tensors in (weights, slots, inputs, deltas))
     names = ("weight_keep", "momentum_read", "momentum_keep", "recent_keys", "recent_values")

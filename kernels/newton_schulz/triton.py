@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memzoo.kernels.newton_schulz import MAX_NARROW, QUINTIC, TINY
+from memzoo.kernels.newton_schulz import MAX_NARROW, QUINTIC, TINY, chunked
 from memzoo.kernels.triton_support import contiguous, fresh, launch, product, tile
 
 A, B, C = (tl.constexpr(x) for x in QUINTIC)
@@ -106,6 +106,42 @@ def _symmetric(x):
 
 
 @triton.jit
+def _last_product(
+    p_x,
+    p_gram,
+    p_turned,
+    row,
+    stride,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    X_ROW: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    STEPS: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Where the last step's `Q` is, and `1 / |X|`; those of each step are `stride` behind the one before."""
+    gram = _multiplied(p_x, p_x, row, row, X_ROW, X_COLUMN, X_COLUMN, X_ROW, M, N, M, BK)
+    squares = tl.sum(tl.where(_diagonal(row), gram, 0.0))
+    shrink = tl.where(squares < LEAST_SQUARES, 0.0, tl.rsqrt(tl.maximum(squares, LEAST_SQUARES)))
+    gram = gram * shrink * shrink  # in this order: the square of `shrink` may be too small for a float32
+    for n in range(STEPS):
+        p_factor, p_product = p_gram + M * M, p_gram + 2 * M * M
+        _put(p_gram, gram, row, M)
+        factor = tl.where(_diagonal(row), A, 0.0) + B * gram + C * _square_product(p_gram, p_gram, row, M, BK)
+        _put(p_factor, factor, row, M)
+        if n > 0:
+            factor = _square_product(p_factor, p_product - stride, row, M, BK)
+            tl.debug_barrier()  # for `Q_n`, which `Q_{n+1}` may replace, is read
+        _put(p_product, factor, row, M)
+        if n < STEPS - 1:
+            _put(p_turned, _square_product(p_factor, p_gram, row, M, BK), row, M)
+            # Rounding leaves a product of commuting matrices a little skew, and each step would add to it.
+            gram = _symmetric(_square_product(p_factor, p_turned, row, M, BK))
+            p_gram += stride
+    return p_gram + 2 * M * M, shrink
+
+
+@triton.jit
 def _forward_kernel(
     p_x,
     p_y,
@@ -131,32 +167,66 @@ def _forward_kernel(
         p_gram, stride = p_iterates + i_x * STEPS * 3 * M * M, 3 * M * M
     else:
         p_gram, stride = p_iterates + i_x * 3 * M * M, 0
-    gram = _multiplied(p_x, p_x, row, row, X_ROW, X_COLUMN, X_COLUMN, X_ROW, M, N, M, BK)
-    squares = tl.sum(tl.where(_diagonal(row), gram, 0.0))
-    shrink = tl.where(squares < LEAST_SQUARES, 0.0, tl.rsqrt(tl.maximum(squares, LEAST_SQUARES)))
-    gram = gram * shrink * shrink  # in this order: the square of `shrink` may be too small for a float32
-    for n in range(STEPS):
-        p_factor, p_product = p_gram + M * M, p_gram + 2 * M * M
-        _put(p_gram, gram, row, M)
-        factor = tl.where(_diagonal(row), A, 0.0) + B * gram + C * _square_product(p_gram, p_gram, row, M, BK)
-        _put(p_factor, factor, row, M)
-        if n > 0:
-            factor = _square_product(p_factor, p_product - stride, row, M, BK)
-            tl.debug_barrier()  # for `Q_n`, which `Q_{n+1}` may replace, is read
-        _put(p_product, factor, row, M)
-        if n < STEPS - 1:
-            _put(p_turned, _square_product(p_factor, p_gram, row, M, BK), row, M)
-            # Rounding leaves a product of commuting matrices a little skew, and each step would add to it.
-            gram = _symmetric(_square_product(p_factor, p_turned, row, M, BK))
-            p_gram += stride
+    p_last, shrink = _last_product(p_x, p_gram, p_turned, row, stride, M, N, X_ROW, X_COLUMN, STEPS, BK)
     if KEEP:
         tl.store(p_shrink + i_x, shrink)
     else:
         for i in range(tl.cdiv(N, BN)):
             column = i * BN + tl.arange(0, BN).to(tl.int64)
-            y = _multiplied(p_gram + 2 * M * M, p_x, row, column, M, 1, X_ROW, X_COLUMN, M, M, N, BK) * shrink
+            y = _multiplied(p_last, p_x, row, column, M, 1, X_ROW, X_COLUMN, M, M, N, BK) * shrink
             p = p_y + i_x * M * N + row[:, None] * X_ROW + column[None, :] * X_COLUMN
             tl.store(p, y, mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def _advance_kernel(
+    p_w,
+    p_x,
+    p_keep,
+    p_rate,
+    p_iterates,
+    p_turned,
+    PARTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    X_MATRIX: tl.constexpr,
+    X_PART: tl.constexpr,
+    X_ROW: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    C_MATRIX: tl.constexpr,
+    C_PART: tl.constexpr,
+    C_ROW: tl.constexpr,
+    C_COLUMN: tl.constexpr,
+    STEPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """`keep W + rate Q X / |X|` in place of `W`, unless all rates of the matrix are 0."""
+    i_x = tl.program_id(0).to(tl.int64)
+    matrix, part = i_x // PARTS, i_x % PARTS
+    row = tl.arange(0, BM).to(tl.int64)
+    start, of_matrix = matrix * X_MATRIX + part * X_PART, matrix * C_MATRIX + part * C_PART
+    p_w, p_x, p_keep, p_rate = p_w + start, p_x + start, p_keep + of_matrix, p_rate + of_matrix
+    advances = 0
+    for i in range(tl.cdiv(N, BN) if C_COLUMN > 0 else 1):
+        column = i * BN + tl.arange(0, BN).to(tl.int64)
+        inside = (row < M)[:, None] & (column < N)[None, :]
+        rate = tl.load(p_rate + row[:, None] * C_ROW + column[None, :] * C_COLUMN, mask=inside, other=0.0)
+        advances = tl.maximum(advances, tl.max((rate != 0).to(tl.int32)))
+    if advances > 0:
+        p_gram, p_turned = p_iterates + i_x * 3 * M * M, p_turned + i_x * M * M
+        p_last, shrink = _last_product(p_x, p_gram, p_turned, row, 0, M, N, X_ROW, X_COLUMN, STEPS, BK)
+        for i in range(tl.cdiv(N, BN)):
+            column = i * BN + tl.arange(0, BN).to(tl.int64)
+            y = _multiplied(p_last, p_x, row, column, M, 1, X_ROW, X_COLUMN, M, M, N, BK) * shrink
+            inside = (row < M)[:, None] & (column < N)[None, :]
+            of_block = row[:, None] * C_ROW + column[None, :] * C_COLUMN
+            keep = tl.load(p_keep + of_block, mask=inside, other=0.0)
+            rate = tl.load(p_rate + of_block, mask=inside, other=0.0)
+            p = p_w + row[:, None] * X_ROW + column[None, :] * X_COLUMN
+            w = tl.load(p, mask=inside, other=0.0)
+            tl.store(p, keep * w + rate * y, mask=inside)
 
 
 @triton.jit
@@ -254,6 +324,45 @@ def forward(x: Tensor, steps: int) -> Tensor:
     return y
 
 
+def advance(weight: Tensor, x: Tensor, keep: Tensor, rate: Tensor, steps: int) -> None:
+    """`keep W + rate NS(X)` in place of the weights, but of a matrix whose rates are all 0.
+
+    Of such a one nothing but its rates is read, so that the host need not know which matrices advance.
+
+    Args:
+        weight: `[M, r, c]`, or `[M, P, r, c]`, of any strides.
+        x: of the same shape and strides.
+        keep, rate: of the same shape, each expanded from a number for each matrix, or for each of its rows or columns.
+        steps: iterations.
+    """
+    if steps == 0 or min(x.shape[-2:]) > MAX_NARROW:
+        weight.mul_(keep).addcmul_(rate, chunked.newton_schulz(x, steps))
+    else:
+        _advanced(*(a if a.ndim == 4 else a[:, None] for a in (weight, x, keep, rate)), steps)
+
+
+def advance_matrices(weight: Tensor, x: Tensor, keep: Tensor, rate: Tensor, steps: int) -> None:
+    """`advance` of `[M, P, r, c]` in one launch, for at least one step."""
+    count, sizes = _sizes(x, steps)
+    flip = -1 if sizes["X_ROW"] == 1 else 1  # the narrower side are the rows
+    for name, of in (("X", x), ("C", keep)):
+        strides = *of.stride()[:2], *of.stride()[2:][::flip]
+        sizes |= dict(zip((f"{name}_MATRIX", f"{name}_PART", f"{name}_ROW", f"{name}_COLUMN"), strides, strict=True))
+    square = sizes["M"], sizes["M"]
+    launch(
+        _advance_kernel,
+        (count,),
+        p_w=weight,
+        p_x=x,
+        p_keep=keep,
+        p_rate=rate,
+        p_iterates=x.new_empty(count, 3, *square),
+        p_turned=x.new_empty(count, *square),
+        PARTS=x.shape[1],
+        **sizes,
+    )
+
+
 def backward(d_y: Tensor, x: Tensor, steps: int) -> Tensor:
     d_y, x = contiguous(d_y, x)
     count, sizes = _sizes(x, steps)
@@ -296,6 +405,13 @@ _gradient = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor d_y, Tensor x, int steps) -> Tensor",
 )
+_advanced: Any = torch.library.custom_op(
+    "memzoo::newton_schulz_advance",
+    advance_matrices,
+    mutates_args=("weight",),
+    schema="(Tensor(a!) weight, Tensor x, Tensor keep, Tensor rate, int steps) -> ()",
+)
+_advanced.register_fake(lambda weight, x, keep, rate, steps: None)
 _iterated.register_fake(lambda x, steps: fresh(x))
 _gradient.register_fake(lambda d_y, x, steps: fresh(x))
 
