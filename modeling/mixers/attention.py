@@ -302,7 +302,8 @@ class CausalAttention(nn.Module):
             )
         mask = None
         if implementation == "sdpa" and q.shape[2] == 1 and sees is not None:
-            mask = exists if exists is None else exists[:, None, None]
+            assert exists is not None
+            mask = exists[:, None, None]
         elif sees is not None:
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
