@@ -191,9 +191,9 @@ class CausalAttention(nn.Module):
             values.narrow(2, start, tokens).copy_(v)
         else:
             index = length[:, None] if tokens == 1 else length[:, None] + torch.arange(tokens, device=k.device)
-            index = self._behind_prefix(index % places)[:, None, :, None].expand(k.shape)
-            keys.scatter_(2, index, cast(k, keys.dtype))
-            values.scatter_(2, index, cast(v, values.dtype))
+            index = (index % places)[:, None, :, None].expand(k.shape)
+            keys.narrow(2, self.prefix, places).scatter_(2, index, cast(k, keys.dtype))
+            values.narrow(2, self.prefix, places).scatter_(2, index, cast(v, values.dtype))
         state, filled = state._replace(length=length + tokens), places
         if lengths is not None and max(lengths) + tokens < places:
             filled = max(lengths) + tokens
@@ -204,14 +204,10 @@ class CausalAttention(nn.Module):
             missing = min(lengths) < filled - 1
         sees = exists = None
         if tokens > 1 or missing:
-            end = self._behind_prefix(state.length)
-            sees = partial(_up_to, end, tokens)
-            exists = torch.arange(keys.shape[2], device=k.device) < end[:, None]
+            sees = partial(_up_to, state.length, self.prefix, tokens)
+            exists = torch.arange(-self.prefix, filled, device=k.device) < state.length[:, None]
         y = self._interface(q, keys, values, implementation, sees, exists)
         return y.flatten(2), state
-
-    def _behind_prefix(self, place: Tensor) -> Tensor:
-        return place if self.prefix == 0 else place + self.prefix
 
     def _in_order(self, state: KeyValueState, places: int) -> KeyValueState:
         """The prefix and the carried keys, each row's oldest first and all last ones side by side, of a state of fixed
@@ -363,10 +359,12 @@ class CausalAttention(nn.Module):
         return torch.cat([x[:, :, : self.prefix], x[:, :, -places:].roll(own % places, dims=2)], dim=2)
 
 
-def _up_to(end: Tensor, queries: int, batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Whether a query sees a key, as transformers' mask functions ask it: up to its own, the last query's being the one
-    before `end` `[N]`."""
-    return kv_idx < end[batch_idx] + (q_idx + 1 - queries)
+def _up_to(
+    length: Tensor, prefix: int, queries: int, batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    """Whether a query sees a key, as transformers' mask functions ask it: the prefix's and up to its own, of a row's
+    `length` `[N]` keys the last query's being the last."""
+    return kv_idx - prefix < length[batch_idx] + (q_idx + 1 - queries)
 
 
 def _within(
