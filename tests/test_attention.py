@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from memzoo import MemoryCache, TitansConfig
-from memzoo.modeling.mixers.attention import CausalAttention
+from memzoo.modeling.mixers.attention import CausalAttention, KeyValueState
 
 TOKENS = 23
 CANDIDATES = [n for n in zoo.NAMES if n in zoo.PLAIN or n.endswith("-mixed")]
@@ -120,6 +120,36 @@ def test_rows_of_unequal_length_go_on_together(
         close(y[:, 0], want[rows, at], OP[torch.float64] if implementation == "sdpa" else OP[torch.float32])
         assert torch.equal(again, y)
         state = after
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize(("window", "room", "cuts"), [(5, None, [8, *[1] * 5]), (None, 15, [5, 3, 3, 2])])
+def test_nothing_is_written_into_what_a_graph_needs(
+    trained: str, window: int | None, room: int | None, cuts: list[int]
+) -> None:
+    """Where adapters train one projection alone, the gradients of pieces are those of one pass; and a token without
+    gradients leaves alone what the next ones flow through."""
+    module = attention(window, 0).requires_grad_(False)
+    weight = getattr(module, trained).weight.requires_grad_()
+    x = torch.randn(2, 13, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def read(cuts: list[int]) -> tuple[Tensor, KeyValueState]:
+        state, parts, position = None, [], 0
+        for part in x.split(cuts, dim=1):
+            rotary = module.rotary(part, (position + torch.arange(part.shape[1]))[None])
+            y, state = module(part, rotary, None, state, room=room)
+            parts.append(y)
+            position += part.shape[1]
+        assert state is not None
+        return torch.cat(parts, dim=1), state
+
+    (y, state), (want, _) = read(cuts), read([13])
+    close(*(torch.autograd.grad(each.square().sum(), weight)[0] for each in (y, want)), OP[torch.float64])
+    before = [each.clone() for each in state]
+    with torch.no_grad():
+        module(x[:, :1], module.rotary(x, torch.full((1, 1), 13)), None, state, room=room)
+    if trained != "q_proj":
+        assert all(map(torch.equal, state, before))
 
 
 @pytest.mark.parametrize("name", WITH_ATTENTION)
