@@ -339,14 +339,16 @@ def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pyte
 
 
 def test_deep_memory_reads_many_chunks_with_few_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a backward anchors are kept for some chunks at a time."""
-    made: dict[str, Any] = deep.make_inputs(batch=1, tokens=14, heads=1, hidden=(16,), dtype=torch.float32)
+    """Without a backward anchors are kept for some chunks at a time; a row may have ended in some before."""
+    made: dict[str, Any] = deep.make_inputs(batch=2, tokens=14, heads=1, hidden=(16,), dtype=torch.float32)
+    options: dict[str, Any] = {"chunk_size": 4, "lengths": torch.tensor([6, 14])}
     with torch.no_grad():
-        want, at_end = deep_memory(**made, chunk_size=4, backend="chunked")
-        for size in (1, 8 * 4 * 8 * 16):
+        want, at_end = deep_memory(**made, **options, backend="chunked")
+        for size in (1, 2 * 8 * 4 * 8 * 16):
             monkeypatch.setattr(deep_triton, "ANCHOR_BYTES", size)
-            got, state = deep_memory(**made, chunk_size=4, backend="triton")
-            close(got, want, OP[torch.float32])
+            got, state = deep_memory(**made, **options, backend="triton")
+            for row, length in enumerate((6, 14)):
+                close(got[row, :length], want[row, :length], OP[torch.float32])
             for a, b in zip(deep.materialize(state)[0], deep.materialize(at_end)[0], strict=True):
                 close(a, b, OP[torch.float32])
 

@@ -25,11 +25,11 @@ the key's coordinates. The bound multiplies coefficients, never rows.
 On the chip: float32 weights and momentum of 64 x 256 units are 256 KiB, as much as the registers of a multiprocessor,
 and are not held there: tiles of them come from the second-level cache, where the program itself has just written them
 (33 MiB for 132 programs, of 50). Registers hold keys, errors and scores of a chunk, 16 KiB each at C = K = V = 64. The
-tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units, but
-for 8 bytes a thread of `walk_back` on sm_80, a pointer that is stored before the first chunk. What helps: loops from
-which the compiler lifts nothing (`disable_licm`), factors that are loaded again after a loop, an `erf` that does not
-branch. float32, without tensor cores, spills up to 584 bytes, which neither more threads nor another order of
-instructions makes fewer: every thread holds its share of both factors of a product.
+tiles are chosen for each kind of chip (`UNITS`) so that in bfloat16 no kernel spills at heads of 48 with 192 units.
+What helps: loops from which the compiler lifts nothing (`disable_licm`), factors that are loaded again after a loop, an
+`erf` that does not branch, and outside of the loop over the chunks what a single one of them needs: pointers that no
+chunk changes stay in registers through the loop. float32, without tensor cores, spills up to 552 bytes, which neither
+more threads nor another order of instructions makes fewer: every thread holds its share of both factors of a product.
 `benchmarks/results/triton_resources.json` has the numbers.
 
 Bytes per token and head, P weights, F hidden units, inputs of s bytes: forward `16 P / C` for anchors written and read,
@@ -241,6 +241,56 @@ def _hidden(k, p_up, unit, part, K: tl.constexpr, U: tl.constexpr, PARTS: tl.con
 # The walk ------------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _bound(p_norms, row, R: tl.constexpr, MAX_NORM: tl.constexpr):
+    """The factor that keeps each row's gradient within its bound, `[BR]`."""
+    clip = tl.zeros_like(row).to(tl.float32) + 1
+    if MAX_NORM > 0:
+        clip = tl.load(p_norms + row, mask=row < R, other=1.0)
+    return clip
+
+
+@triton.jit
+def _running(
+    p_x,
+    p_d0,
+    p_d1,
+    p_norms,
+    p_run_x,
+    p_run_d0,
+    p_run_d1,
+    n,
+    i_m,
+    row,
+    v_column,
+    count,
+    M,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """The factors, their deltas bounded, of the chunk n that a row does not complete, if it is one of these."""
+    if (n >= 0) & (n < count):
+        i = n * M + i_m
+        clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)[:, None]
+        d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V).to(tl.float32)
+        store_rows(p_run_d1 + i_m * R * V, d1 * clip, row, v_column, V, row < R, V)
+        if DEPTH == 2:
+            o_d0, o_run = i * R * PARTS * U, i_m * R * PARTS * U
+            for i_u in range(tl.cdiv(U, BU)):
+                unit = columns(i_u, BU)
+                x = load_rows(p_x + i * R * U, row, unit, U, row < R, U)
+                store_rows(p_run_x + i_m * R * U, x, row, unit, U, row < R, U)
+                for part in tl.static_range(PARTS):
+                    at = unit * PARTS + part
+                    d0 = load_rows(p_d0 + o_d0, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
+                    store_rows(p_run_d0 + o_run, d0 * clip, row, at, PARTS * U, row < R, PARTS * U)
+
+
 @triton.jit(do_not_specialize=["count", "M"])
 def walk_kernel(
     p_key,
@@ -385,10 +435,6 @@ def walk_kernel(
         tl.debug_barrier()  # the factors are there for all threads
 
         # The next anchor.
-        if ENDS:
-            is_running = (row < R) & (here == done)
-            run = d1.to(tl.float32) * clip[:, None]
-            store_rows(p_run_d1 + i_m * R * V, run, row, v_column, V, is_running, V)
         write = tl.load(p_write + (i * C + (C - 1)) * R + row, mask=m_end, other=0.0) * clip
         d1_write = tl.trans((d1.to(tl.float32) * write[:, None]).to(like))
         if MOMENTUM:
@@ -408,15 +454,9 @@ def walk_kernel(
                 store_rows(p_down_slot + o_down_next, s, v_column, unit, U, v_column < V, U)
             store_rows(p_down + o_down_next, w, v_column, unit, U, v_column < V, U)
             if DEPTH == 2:
-                if ENDS:
-                    store_rows(p_run_x + i_m * R * U, x, row, unit, U, is_running, U)
                 for part in tl.static_range(PARTS):
                     at = unit * PARTS + part
-                    d0 = load_rows(p_d0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U)
-                    d0 = d0.to(tl.float32)
-                    if ENDS:
-                        bounded = d0 * clip[:, None]
-                        store_rows(p_run_d0 + i_m * R * PARTS * U, bounded, row, at, PARTS * U, is_running, PARTS * U)
+                    d0 = load_rows(p_d0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
                     w = load_rows(p_up + o_up, at, k_column, K, unit < U, K) * keep[:, None]
                     w -= product(tl.trans((d0 * write[:, None]).to(like)), k)
                     if MOMENTUM:
@@ -426,18 +466,14 @@ def walk_kernel(
                         store_rows(p_up_slot + o_up_next, s, at, k_column, K, unit < U, K)
                     store_rows(p_up + o_up_next, w, at, k_column, K, unit < U, K)
         tl.debug_barrier()  # and so is the anchor
+    if ENDS:  # outside of the loop, see above
+        _running(
+            *(p_x, p_d0, p_d1, p_norms, p_run_x, p_run_d0, p_run_d1, done, i_m, row, v_column, count, M),
+            *(R, V, U, DEPTH, PARTS, MAX_NORM, BU),
+        )
 
 
 # Reads ---------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _bound(p_norms, row, R: tl.constexpr, MAX_NORM: tl.constexpr):
-    """The factor that keeps each row's gradient within its bound, `[BR]`."""
-    clip = tl.zeros_like(row).to(tl.float32) + 1
-    if MAX_NORM > 0:
-        clip = tl.load(p_norms + row, mask=row < R, other=1.0)
-    return clip
 
 
 @triton.jit
@@ -780,6 +816,66 @@ def query_back_kernel(
         tl.store(p_dclip + i * R + row, tl.sum(d_write * write, axis=0), mask=row < R)
 
 
+@triton.jit
+def _add_rows(p, x, row, column, stride, has_row, width):
+    """To what is there."""
+    x += load_rows(p, row, column, stride, has_row, width).to(tl.float32)
+    store_rows(p, x, row, column, stride, has_row, width)
+
+
+@triton.jit
+def _running_back(
+    p_done,
+    p_d0,
+    p_d1,
+    p_norms,
+    p_drun_x,
+    p_drun_d0,
+    p_drun_d1,
+    p_dx,
+    p_dd0,
+    p_dd1,
+    p_dclip,
+    i_m,
+    row,
+    v_column,
+    count,
+    M,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """What the factors of the chunk that a row does not complete, which are outputs, give those that the walk made."""
+    n = tl.load(p_done + i_m)
+    if n < count:
+        i = n * M + i_m
+        clip = _bound(p_norms + i * 3 * R, row, R, MAX_NORM)
+        d1 = load_rows(p_d1 + i * R * V, row, v_column, V, row < R, V).to(tl.float32)
+        d_d1 = load_rows(p_drun_d1 + i_m * R * V, row, v_column, V, row < R, V)
+        d_clip = tl.sum(d_d1 * d1, axis=1)
+        _add_rows(p_dd1 + i * R * V, d_d1 * clip[:, None], row, v_column, V, row < R, V)
+        if DEPTH == 2:
+            o_d0, o_run = i * R * PARTS * U, i_m * R * PARTS * U
+            for i_u in range(tl.cdiv(U, BU)):
+                unit = columns(i_u, BU)
+                d_x = load_rows(p_drun_x + i_m * R * U, row, unit, U, row < R, U)
+                _add_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
+                for part in tl.static_range(PARTS):
+                    at = unit * PARTS + part
+                    d0 = load_rows(p_d0 + o_d0, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
+                    d_d0 = load_rows(p_drun_d0 + o_run, row, at, PARTS * U, row < R, PARTS * U)
+                    d_clip += tl.sum(d_d0 * d0, axis=1)
+                    _add_rows(p_dd0 + o_d0, d_d0 * clip[:, None], row, at, PARTS * U, row < R, PARTS * U)
+        if MAX_NORM > 0:
+            p_dclip_n = p_dclip + i * R + row
+            tl.store(p_dclip_n, tl.load(p_dclip_n, mask=row < R, other=0.0) + d_clip, mask=row < R)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["count", "M"])
 def walk_back_kernel(
     p_key,
@@ -847,6 +943,11 @@ def walk_back_kernel(
     row = tl.arange(0, BR).to(tl.int64)
     k_column, v_column = columns(0, BK), columns(0, BV)
     like: tl.constexpr = p_d1.dtype.element_ty
+    if ENDS:  # outside of the loop, see above
+        _running_back(
+            *(p_done, p_d0, p_d1, p_norms, p_drun_x, p_drun_d0, p_drun_d1, p_dx, p_dd0, p_dd1, p_dclip),
+            *(i_m, row, v_column, count, M, R, V, U, DEPTH, PARTS, MAX_NORM, BU),
+        )
     for step in tl.range(count, disable_licm=True):
         done = tl.cast(count, tl.int64)
         if ENDS:
@@ -858,7 +959,6 @@ def walk_back_kernel(
         i = n * M + i_m
         here = _spread(n, row)
         m_end, is_held = (row < R) & (here < done), (row < held) & (here == 0)
-        is_running = (row < R) & (here == done)
         o_up, o_down = i * PARTS * U * K, i * V * U
         o_up_next, o_down_next = (i + M) * PARTS * U * K, (i + M) * V * U
         # The step from this anchor to the next: the anchor itself,
@@ -902,10 +1002,6 @@ def walk_back_kernel(
         d_write = tl.zeros([BR], tl.float32)
         d_clip = tl.zeros([BR], tl.float32)
         d_d1 = load_rows(p_dd1 + i * R * V, row, v_column, V, row < R, V).to(tl.float32)
-        if ENDS:
-            d_run = load_rows(p_drun_d1 + i_m * R * V, row, v_column, V, is_running, V)
-            d_d1 += d_run * clip[:, None]
-            d_clip += tl.sum(d_run * d1.to(tl.float32), axis=1)
         if MOMENTUM:
             slot_write = tl.load(p_slot_write + i * R + row, mask=m_end, other=0.0) * clip
             d_slot_write = tl.zeros([BR], tl.float32)
@@ -923,11 +1019,8 @@ def walk_back_kernel(
                 d_slot_write -= tl.sum(g * x, axis=1)
                 d_x -= g * slot_write[:, None]
                 d_d1 -= product((x * slot_write[:, None]).to(like), tl.trans(d_s))
-            if DEPTH == 2:
-                if ENDS:
-                    d_x += load_rows(p_drun_x + i_m * R * U, row, unit, U, is_running, U)
-                if HELD:
-                    store_rows(p_dheld_x + i_m * R * U, d_x, row, unit, U, is_held, U)
+            if DEPTH == 2 and HELD:
+                store_rows(p_dheld_x + i_m * R * U, d_x, row, unit, U, is_held, U)
             store_rows(p_dx + i * R * U, d_x, row, unit, U, row < R, U)
         if HELD:
             store_rows(p_dheld_d1 + i_m * R * V, d_d1, row, v_column, V, is_held, V)
@@ -944,10 +1037,6 @@ def walk_back_kernel(
                     at = unit * PARTS + part
                     d0 = load_rows(p_d0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
                     d_d0 = load_rows(p_dd0 + i * R * PARTS * U, row, at, PARTS * U, row < R, PARTS * U).to(tl.float32)
-                    if ENDS:
-                        d_unit = load_rows(p_drun_d0 + i_m * R * PARTS * U, row, at, PARTS * U, is_running, PARTS * U)
-                        d_d0 += d_unit * clip[:, None]
-                        d_clip += tl.sum(d_unit * d0, axis=1)
                     d_w = load_rows(p_dup + o_up_next, at, k_column, K, unit < U, K).to(like)
                     g = product(k, tl.trans(d_w))
                     d_write -= tl.sum(g * d0, axis=1)
