@@ -18,10 +18,11 @@ def interval_products(log_gate: Tensor) -> Tensor:
     return _Products.apply(log_gate)
 
 
-def without_dust(x: Tensor) -> Tensor:
-    """`x` with 0 for what is below the root of its dtype's smallest normal number (1e-19 in float32): a product of two
-    such numbers is subnormal, and a CPU takes many times as long for matrix products with subnormal numbers in them."""
-    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** 0.5)
+def without_dust(x: Tensor, power: float = 0.5) -> Tensor:
+    """`x`, on a CPU with 0 for what is below a power of its dtype's smallest normal number (1e-19 in float32, by the
+    root): a product of two such numbers is subnormal, and a CPU takes many times as long for matrix products with
+    subnormal numbers in them."""
+    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** power) if x.is_cpu else x
 
 
 class _Products(torch.autograd.Function):
