@@ -37,9 +37,14 @@ class _Products(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_products: Tensor) -> Tensor:
         (products,) = ctx.saved_tensors
-        size = products.shape[-1]
-        earlier = torch.ones(size, size - 1, dtype=products.dtype, device=products.device).triu()  # j < n
-        return ((d_products * products) @ earlier).tril_(-1).sum(-2)  # t >= n
+        return gradient_of_logs(d_products * products)
+
+
+def gradient_of_logs(d_sums: Tensor) -> Tensor:
+    """Gradient `[..., C]` of the logs, of that of their sums over the intervals, 0 where `j > t`: `P` times its own."""
+    size = d_sums.shape[-1]
+    earlier = torch.ones(size, size - 1, dtype=d_sums.dtype, device=d_sums.device).triu()  # j < n
+    return (d_sums @ earlier).tril_(-1).sum(-2)  # t >= n
 
 
 class Decays(NamedTuple):
