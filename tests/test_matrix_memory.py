@@ -625,3 +625,19 @@ def test_several_chunks_are_one_graph(op: str) -> None:
         close(got, want, BOUND)
     compiled(**inputs)[0].sum().backward()
     assert bool(inputs["query"].grad.any())
+
+
+@pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "swla-e1"])
+def test_a_layer_with_its_gradients_is_one_graph(name: str) -> None:
+    layer = mixer(name)
+    x, at = torch.randn(2, 70, 24, dtype=torch.float64, requires_grad=True), step(layer, 70)
+
+    def f(x: Tensor) -> Tensor:
+        y, state = layer(x, at, None)
+        return y.square().sum() + sum(part.square().sum() for part in state)
+
+    leaves = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(f(x), leaves)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for got, want in zip(torch.autograd.grad(compiled(x), leaves), wanted, strict=True):
+        close(got, want, BOUND)

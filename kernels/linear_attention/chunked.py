@@ -124,7 +124,7 @@ class _Segment(torch.autograd.Function):
             d_state = (across[..., :1].mT @ d_states).view_as(d_last)
             d_q = torch.bmm(d_y, starts.mT).mul_(decay.from_start)
             if d_logs is not None:
-                torch.sum(d_q * q, -1, out=d_logs[:, 1:, 0])
+                d_logs[:, 1:, 0] = (d_q * q).sum(-1)
             for k, v, scores in zip(kept[::3], kept[1::3], kept[2::3], strict=True):
                 d_scores = torch.bmm(d_y, v.mT)
                 d_k = torch.bmm(v, d_written.mT).mul_(decay.to_end)
