@@ -92,11 +92,8 @@ class _Convolution(torch.autograd.Function):
         taps, blocks = weight.mT.contiguous().unbind(), _blocks(x, tokens)
         keeps = activation == "silu" and any(ctx.needs_input_grad)
         convolved = x.new_empty(rows, tokens if keeps else blocks[0].stop, width)
-        channels, unit, norm = 0, None, None
-        if vectors is not None:
-            channels, lead = vectors.channels, (rows, tokens, vectors.per_head, vectors.heads)
-            wide = torch.promote_types(x.dtype, torch.float32)
-            unit, norm = x.new_empty(*lead, vectors.dim, dtype=wide), x.new_empty(*lead, 1, dtype=wide)
+        channels = 0 if vectors is None else vectors.channels
+        first = x.new_empty(rows, tokens, channels)
         rest = x.new_empty(rows, tokens, width - channels)
         for block in blocks:
             window, size = _window(x, tail, block, halo), block.stop - block.start
@@ -104,15 +101,16 @@ class _Convolution(torch.autograd.Function):
             torch.mul(window[:, halo:], taps[-1], out=part)
             for j, tap in enumerate(taps[:-1]):
                 part.addcmul_(window[:, j : j + size], tap)
-            first, last = part[..., :channels], part[..., channels:]
-            if activation == "silu":
-                torch.ops.aten.silu.out(last, out=rest[:, block])
-            else:
-                rest[:, block] = last
-            if vectors is not None and unit is not None and norm is not None:
-                vector = widened(F.silu(first) if activation == "silu" else first).view(unit[:, block].shape)
-                norm[:, block] = each = length(vector, vectors.eps)
-                torch.div(vector, each, out=unit[:, block])
+            for y, of in ((first, part[..., :channels]), (rest, part[..., channels:]))[channels == 0 :]:
+                if activation == "silu":
+                    torch.ops.aten.silu.out(of, out=y[:, block])
+                else:
+                    y[:, block] = of
+        unit, norm = None, None
+        if vectors is not None:
+            vector = widened(first).view(rows, tokens, vectors.per_head, vectors.heads, vectors.dim)
+            norm = length(vector, vectors.eps)
+            unit = vector.div_(norm)
         ctx.save_for_backward(x, tail, weight, convolved if keeps else None, unit, norm)
         ctx.vectors = vectors
         return unit, rest, None if tail is None else new_tail(x, tail, None)
@@ -128,12 +126,11 @@ class _Convolution(torch.autograd.Function):
         d_padded = x.new_empty(rows, halo + tokens, x.shape[2])
         d_padded[:, :halo] = 0
         product = torch.empty_like(d_padded[:, blocks[0]])
+        if vectors is not None:
+            d_first = cast(unit_gradient(d_unit, unit, norm, vectors.eps).flatten(2), x.dtype)
         for block in blocks:
             window, size = _window(x, tail, block, halo), block.stop - block.start
-            d = d_rest[:, block]
-            if vectors is not None:
-                along = unit_gradient(d_unit[:, block], unit[:, block], norm[:, block], vectors.eps)
-                d = torch.cat([cast(along.flatten(2), d.dtype), d], dim=-1)
+            d = d_rest[:, block] if vectors is None else torch.cat([d_first[:, block], d_rest[:, block]], dim=-1)
             if convolved is not None:
                 d = torch.ops.aten.silu_backward(d, convolved[:, block])
             d_window = d_padded[:, block.start : block.stop + halo]
