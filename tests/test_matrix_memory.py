@@ -627,7 +627,7 @@ def test_several_chunks_are_one_graph(op: str) -> None:
     assert bool(inputs["query"].grad.any())
 
 
-@pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "swla-e1"])
+@pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1", "swla-e1"])
 def test_a_layer_with_its_gradients_is_one_graph(name: str) -> None:
     layer = mixer(name)
     x, at = torch.randn(2, 70, 24, dtype=torch.float64, requires_grad=True), step(layer, 70)

@@ -26,5 +26,6 @@ def gates(logits: Tensor, kinds: tuple[Gate, ...], decay: Decay | None) -> tuple
             found.append(F.logsigmoid(x if kind == "log_share" else -x))
     if decay is not None:
         z = widened(decay.logit)
-        found.append(-cast(decay.log_rate, z.dtype).exp() * F.softplus(z + decay.bias))
+        # softplus(x) = -log sigmoid(-x): torch's softplus tells a compiler strides that its gradient does not have.
+        found.append(cast(decay.log_rate, z.dtype).exp() * F.logsigmoid(-(z + decay.bias)))
     return tuple(found)
