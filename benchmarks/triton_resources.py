@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.gates import triton as gates
+from memzoo.kernels.kv_write import triton as kv_write
 from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.monomials import triton as monomials
 from memzoo.kernels.newton_schulz import triton as newton_schulz
@@ -191,6 +192,15 @@ def features(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int 
         monomials.forward(x, coefficient, coefficient, projection)
 
 
+def written(
+    dtype: torch.dtype, batch: int = 2, tokens: int = 1, heads: int = 12, head_dim: int = 64, window: int = 512
+) -> None:
+    """Of one token in a window behind 16 persistent tokens; there are no others."""
+    x, angle = meta(batch, 1, heads * head_dim, dtype=dtype), meta(batch, 1, head_dim, dtype=dtype)
+    keys = meta(batch, heads, 16 + window, head_dim, dtype=dtype)
+    kv_write.forward(x, x, x, angle, angle, keys, keys, meta(batch, dtype=torch.int64), 16)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -200,6 +210,7 @@ OPS: dict[str, Callable[..., None]] = {
     "norm_gate": gate,
     "gates": inner_gates,
     "monomials": features,
+    "kv_write": written,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}

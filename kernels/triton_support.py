@@ -25,7 +25,7 @@ from torch import Tensor
 MAX_PROGRAMS = 2**31 - 1
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-SIGNATURE = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+SIGNATURE = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int8: "*i8"}
 
 
 class Launch(NamedTuple):

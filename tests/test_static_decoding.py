@@ -37,14 +37,14 @@ from memzoo.kernels.short_conv import short_conv
 pytest.importorskip("triton")
 LAUNCHES = {
     "titans-lmm-e1": 8,
-    "titans-mag-e1": 24,
+    "titans-mag-e1": 12,
     "atlas-lmm-e1": 11,
     "titans-lmm-e16": 8,
-    "titans-mac-e16": 81,
-    "titans-mal-skip-e16": 27,
+    "titans-mac-e16": 80,
+    "titans-mal-skip-e16": 17,
     "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,
-    "atlas-gated-e1": 27,
+    "atlas-gated-e1": 17,
     "atlas-gated-token-e16": 265,
     "retnet-e1": 9,
     "retnet-e4": 21,
@@ -55,17 +55,18 @@ LAUNCHES = {
     "swla-e1": 11,
     "swdt-e1": 58,
     "dot-e4": 81,
-    "deep_transformer-mlp-e1": 91,
-    "transformer_pp-mixed": 18,
-    "hope_attention-e1": 16,
+    "deep_transformer-mlp-e1": 79,
+    "transformer_pp-mixed": 8,
+    "hope_attention-e1": 6,
     "hope-stream": 85,
     "memory_managed-e1": 11,
 }
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
 step, read, gates and write, is one of them wherever there is a kernel for it: not for Muon at every token, exponential
 features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts one more kernel per layer
-of the memory. The convolution with queries and keys of unit length is one, so are all gates from their logits and
-monomials of degree 2. The rest is projections, rotations, the attention with its mask, and the norm with the gate. What
+of the memory. The convolution with queries and keys of unit length is one, so are all gates from their logits,
+monomials of degree 2, and a token's queries and keys turned and put in their places. The rest is projections, the
+attention, and the norm with the gate. What
 a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and a chain or a managed memory its
 own, which are not counted)."""
 ASKING = {

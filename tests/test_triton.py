@@ -42,9 +42,10 @@ OPS = [
     "norm_gate",
     "gates",
     "monomials",
+    "kv_write",
 ]
 # No products, or products of float32 numbers.
-WITHOUT_TENSOR_CORES = ("short_conv", "newton_schulz", "norm_gate", "gates", "monomials")
+WITHOUT_TENSOR_CORES = ("short_conv", "newton_schulz", "norm_gate", "gates", "monomials", "kv_write")
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )

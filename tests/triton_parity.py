@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import scripts
 import torch
+import torch.utils._pytree as pytree
 import zoo
 from tolerances import MODEL, OP, close
 from torch import Tensor
 
 from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import kv_write as kv
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import monomials as mono
 from memzoo.kernels import short_conv as conv
@@ -27,6 +29,8 @@ from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.gates import make_inputs as gate_inputs
 from memzoo.kernels.gates import triton as gates_triton
+from memzoo.kernels.kv_write import kv_write
+from memzoo.kernels.kv_write import triton as kv_triton
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.linear_attention import triton as linear_triton
 from memzoo.kernels.monomials import monomials
@@ -444,8 +448,7 @@ def test_newton_schulz_advances_what_has_a_rate(shape: tuple[int, ...], steps: i
 def test_newton_schulz_as_torch_sees_it() -> None:
     x = torch.randn(2, 3, 9, 5)
     operators = (newton_triton._iterated, (x, 2)), (newton_triton._gradient, (x, x, 2))
-    four = x[:, None]
-    for operator, given in (*operators, (newton_triton._advanced, (four.clone(), four, four, four, 2))):
+    for operator, given in (*operators, (newton_triton._advanced, (x.clone(), x, x, x, 2))):
         found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
         assert set(found.values()) == {"SUCCESS"}
     with pytest.raises(ValueError, match="Gram matrix of a narrower side of up to 64 on chip, got 65"):
@@ -542,6 +545,44 @@ def test_monomials_as_torch_sees_them() -> None:
         monomials(x, [*coefficients, coefficients[0]], projection, backend="triton")
     with pytest.raises(ValueError, match="vectors of up to 1024 and squares of up to 64 on chip, got 65 and 65"):
         monomials(torch.randn(2, 3, 65), coefficients, None, backend="triton")
+
+
+KV_WRITE: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one": {"batch": 1, "heads": 1, "groups": 1, "width": 2, "places": 1, "prefix": 0, "lengths": (7,)},
+    "odd": {"heads": 5, "groups": 5, "width": 22, "places": 9, "prefix": 0, "lengths": (8, 9)},
+    "long": {"batch": 2, "width": 130, "places": 1500, "prefix": 3, "lengths": (1023, 4000)},
+}
+
+
+@dtypes
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize("case", KV_WRITE)
+def test_kv_write(case: str, shared: bool, dtype: torch.dtype) -> None:
+    """Also with one angle for all rows, and into a cache in another dtype than the token's."""
+    args = kv.make_inputs(**KV_WRITE[case], dtype=dtype)
+    if shared:
+        args["rotary"] = tuple(x[:1] for x in args["rotary"])
+        args["keys"], args["values"] = args["keys"].float(), args["values"].float()
+    found = []
+    for backend, wide in (("triton", False), ("reference", True)):
+        given = pytree.tree_map_only(Tensor, lambda x: x.clone(), args)
+        if wide:
+            given = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, given)
+        found.append((*kv_write(**given, backend=backend), given["keys"], given["values"]))
+    for got, want in zip(*found, strict=True):
+        if want.is_floating_point():
+            close(got.double(), want, OP[dtype])
+        else:
+            assert torch.equal(got, want)
+
+
+def test_kv_write_as_torch_sees_it() -> None:
+    args = kv.make_inputs(dtype=torch.float32)
+    query, key, value, rotary, *others = args.values()
+    given = (query, key, value, *rotary, *others)
+    found = torch.library.opcheck(kv_triton._written, given, test_utils=("test_schema", "test_faketensor"))
+    assert set(found.values()) == {"SUCCESS"}
 
 
 NORM_GATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

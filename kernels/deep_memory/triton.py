@@ -14,8 +14,8 @@ state are those of the chunked backend, made by torch before and after. What dep
 - `step`, a program per row and head: a single token without autograd. It writes a row of factors and, where the token
   completes a chunk, the next anchor over the old one. Which rows do, it asks their positions on the device: the host
   asks for nothing, shapes and addresses stay, and a step can be part of a CUDA graph. Under Muon once a chunk, of which
-  the walk is torch's, it makes the anchor's momentum alone, and after every token Newton-Schulz and a sum with factors
-  of 1 and 0 follow but where a chunk ends: three more kernels for each layer.
+  the walk is torch's, it makes the anchor's momentum alone, and for each layer a kernel of Newton-Schulz follows, which
+  makes the anchor's weights where the chunk has ended and else returns.
 
 So half of the products do not wait for the walk, and one long row fills more of the chip than one multiprocessor. The
 hidden units meet only in sums, so every kernel goes through them in tiles of `UNITS`, several times where such a sum

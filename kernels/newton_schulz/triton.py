@@ -18,6 +18,9 @@ Bytes of a matrix in device memory: forward `12 m n` (X twice, Y), backward `24 
 = 64, n = 256 that is 197 KB and 13 MFLOP forward, 885 KB and 30 MFLOP backward. An H100 moves 3.35 TB/s and makes 67
 TFLOP/s in float32 (the 800 of bfloat16 are out of reach): 59 and 196 ns forward, 264 and 454 ns backward. The products
 are the floor, and one program has one of 132 processors: 26 us forward and 60 us backward for up to 132 matrices.
+
+`advance` is the forward that adds what it finds to weights, for decoding: its programs return at once where there is
+nothing to add, so that the host need not know where a chunk ends.
 """
 
 from __future__ import annotations
@@ -111,15 +114,17 @@ def _last_product(
     p_gram,
     p_turned,
     row,
-    stride,
     M: tl.constexpr,
     N: tl.constexpr,
     X_ROW: tl.constexpr,
     X_COLUMN: tl.constexpr,
     STEPS: tl.constexpr,
+    KEEP: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Where the last step's `Q` is, and `1 / |X|`; those of each step are `stride` behind the one before."""
+    """Where the last step's `Q` is, and `1 / |X|`; with `KEEP` each step's matrices are behind those of the one before,
+    else in their place."""
+    stride: tl.constexpr = 3 * M * M if KEEP else 0
     gram = _multiplied(p_x, p_x, row, row, X_ROW, X_COLUMN, X_COLUMN, X_ROW, M, N, M, BK)
     squares = tl.sum(tl.where(_diagonal(row), gram, 0.0))
     shrink = tl.where(squares < LEAST_SQUARES, 0.0, tl.rsqrt(tl.maximum(squares, LEAST_SQUARES)))
@@ -163,11 +168,8 @@ def _forward_kernel(
     i_x = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BM).to(tl.int64)
     p_x, p_turned = p_x + i_x * M * N, p_turned + i_x * M * M
-    if KEEP:
-        p_gram, stride = p_iterates + i_x * STEPS * 3 * M * M, 3 * M * M
-    else:
-        p_gram, stride = p_iterates + i_x * 3 * M * M, 0
-    p_last, shrink = _last_product(p_x, p_gram, p_turned, row, stride, M, N, X_ROW, X_COLUMN, STEPS, BK)
+    p_gram = p_iterates + i_x * 3 * M * M * (STEPS if KEEP else 1)
+    p_last, shrink = _last_product(p_x, p_gram, p_turned, row, M, N, X_ROW, X_COLUMN, STEPS, KEEP, BK)
     if KEEP:
         tl.store(p_shrink + i_x, shrink)
     else:
@@ -218,7 +220,7 @@ def _advance_kernel(
         advances = tl.maximum(advances, tl.max(((keep != 1) | (rate != 0)).to(tl.int32)))
     if advances > 0:
         p_gram, p_turned = p_iterates + i_x * 3 * M * M, p_turned + i_x * M * M
-        p_last, shrink = _last_product(p_x, p_gram, p_turned, row, 0, M, N, X_ROW, X_COLUMN, STEPS, BK)
+        p_last, shrink = _last_product(p_x, p_gram, p_turned, row, M, N, X_ROW, X_COLUMN, STEPS, False, BK)
         for i in range(tl.cdiv(N, BN)):
             column = i * BN + tl.arange(0, BN).to(tl.int64)
             y = _multiplied(p_last, p_x, row, column, M, 1, X_ROW, X_COLUMN, M, M, N, BK) * shrink

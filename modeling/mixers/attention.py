@@ -14,6 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 from transformers.utils.generic import is_flash_attention_requested
 
+from memzoo.kernels.kv_write import kv_write
+from memzoo.kernels.kv_write.chunked import rotated
 from memzoo.kernels.registry import cast, known, may_be, may_write
 from memzoo.modeling.norms import RMSNorm
 
@@ -38,11 +40,6 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
         if self.attention_scaling != 1:
             both = both[0] * self.attention_scaling, both[1] * self.attention_scaling
         return cast(both[0], x.dtype), cast(both[1], x.dtype)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`[..., D]` turned by the angles of a `HeadRotaryEmbedding`: coordinates j and j + D / 2 are a plane's."""
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 class KeyValueState(NamedTuple):
@@ -83,7 +80,7 @@ class CausalAttention(nn.Module):
         self, config: PreTrainedConfig, window: int | None, *, prefix: int = 0, most: int | None = None
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.backend = config, config.kernel_backend
         self.window, self.prefix = window, prefix
         self.places = most if window is None else window
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
@@ -125,10 +122,11 @@ class CausalAttention(nn.Module):
         Returns:
             `[B, L, H D]` and the new state.
         """
-        q, k, v = self._heads_of(x, *rotary)
-        places, implementation = self.places or room, self.config._attn_implementation
+        q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
+        v, places, implementation = self.v_proj(x), self.places or room, self.config._attn_implementation
         if state is not None and places is not None and added is None and self._may_write(state, q, k, v):
-            return self._in_place(q, k, v, state, places, implementation)
+            return self._in_place(q, k, v, rotary, state, places, implementation)
+        q, k, v = self._heads_of(q, k, v, *rotary)
         fresh = state is None
         state = self._begin(k, prefix) if state is None else state
         carried = state if fresh or places is None else self._in_order(state, places)
@@ -136,22 +134,19 @@ class CausalAttention(nn.Module):
         y = self._attend(q, keys, values, carried.length, implementation)
         return y, self._carry(keys, values, x.shape[1], added, state.length, places, fresh)
 
-    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys with the rotary embedding and values, `[B, H, L, D]` each; of a single token, which is bound
-        by the number of torch calls, with few."""
-        if x.shape[1] > 1:
-            q, k = self._heads(x, self.q_proj, self.q_norm), self._heads(x, self.k_proj, self.k_norm)
+    def _heads_of(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with the rotary embedding and values, from `[B, L, H D]` to `[B, H, L, D]` each; of a single
+        token, which is bound by the number of torch calls, with few."""
+        if q.shape[1] > 1:
+            q, k, v = (self._heads(x) for x in (q, k, v))
             cos, sin = cos[:, None], sin[:, None]
-            return rotated(q, cos, sin), rotated(k, cos, sin), self._heads(x, self.v_proj)
-        batch, width = x.shape[0], self.head_dim
-        q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
-        both = torch.cat([q, k], dim=-1).view(batch, -1, width)
-        both = rotated(both, cos, sin)
-        v = self.v_proj(x).reshape(batch, -1, 1, width)
-        return both[:, : self.heads, None], both[:, self.heads :, None], v
+            return rotated(q, cos, sin), rotated(k, cos, sin), v
+        batch, width = q.shape[0], self.head_dim
+        both = rotated(torch.cat([q, k], dim=-1).view(batch, -1, width), cos, sin)
+        return both[:, : self.heads, None], both[:, self.heads :, None], v.view(batch, -1, 1, width)
 
-    def _heads(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None = None) -> Tensor:
-        return self._projected(x, projection, norm).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _projected(self, x: Tensor, projection: nn.Linear, norm: nn.Module | None) -> Tensor:
         y = projection(x)
@@ -165,55 +160,73 @@ class CausalAttention(nn.Module):
             return KeyValueState(none, none, length)
         assert prefix is not None
         places = torch.arange(-self.prefix, 0, device=k.device)[None]
-        prefix_k = self._heads(prefix[None], self.k_proj, self.k_norm)
+        prefix_k = self._heads(self._projected(prefix[None], self.k_proj, self.k_norm))
         cos, sin = self.rotary(prefix, places)
         prefix_k = rotated(prefix_k, cos[:, None], sin[:, None])
-        prefix_v = self._heads(prefix[None], self.v_proj)
+        prefix_v = self._heads(self.v_proj(prefix[None]))
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(prefix_k, prefix_v, length)
 
     def _may_write(self, state: KeyValueState, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the new keys `k` may be written into the state: not into what a graph or another row needs, nor over
-        a key that an earlier one of the new tokens sees."""
-        none_lost = k.shape[2] == 1 or self.window is None
+        """Whether new keys and values `[B, L, G D]` may be written into the state: not into what a graph or another row
+        needs, nor over a key that an earlier one of the new tokens sees."""
+        none_lost = k.shape[1] == 1 or self.window is None
         # A graph needs the values for the keys' gradients, the keys for the queries', and so on.
         in_graph = q.requires_grad or k.requires_grad or v.requires_grad
         in_graph = in_graph or state.keys.requires_grad or state.values.requires_grad
         return none_lost and not in_graph and state.keys.is_contiguous() and may_write(state.keys)
 
     def _in_place(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, places: int, implementation: str
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        state: KeyValueState,
+        places: int,
+        implementation: str,
     ) -> tuple[Tensor, KeyValueState]:
         """Attend from new tokens, every one real, that take their places in the state first."""
-        (keys, values, length), tokens = state, k.shape[2]
-        lengths = known(length)
+        (keys, values, length), tokens, exists = state, k.shape[1], None
+        lengths = known(length) if self.backend in ("auto", "chunked") else None
+        if tokens == 1 and lengths is None:
+            q, now, exists = kv_write(q, k, v, rotary, keys, values, length, prefix=self.prefix, backend=self.backend)
+            missing, filled = self._may_miss(length, places - 1, implementation), places
+        else:
+            q, k, v = self._heads_of(q, k, v, *rotary)
+            self._write(keys, values, k, v, length, lengths, places)
+            now, filled = length + tokens, places
+            if lengths is not None and max(lengths) + tokens < places:
+                filled = max(lengths) + tokens
+                keys, values = (x.narrow(2, 0, self.prefix + filled) for x in (keys, values))
+            missing = tokens > 1 or lengths is None or min(lengths) < filled - 1
+            if missing:
+                exists = torch.arange(-self.prefix, filled, device=k.device) < now[:, None]
+        sees = partial(_up_to, now, self.prefix, tokens) if missing else None
+        y = self._interface(q, keys, values, implementation, sees, exists)
+        return y.flatten(2), state._replace(length=now)
+
+    def _write(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        k: Tensor,
+        v: Tensor,
+        length: Tensor,
+        lengths: list[int] | None,
+        places: int,
+    ) -> None:
+        """New keys and values `[B, G, L, D]` to their places."""
+        tokens = k.shape[2]
         if lengths is not None and min(lengths) == max(lengths):
             start = self.prefix + lengths[0] % places
             keys.narrow(2, start, tokens).copy_(k)
             values.narrow(2, start, tokens).copy_(v)
         else:
-            index = length[:, None] if tokens == 1 else length[:, None] + torch.arange(tokens, device=k.device)
-            index = self._behind_prefix(index % places)[:, None, :, None].expand(k.shape)
-            keys.scatter_(2, index, cast(k, keys.dtype))
-            values.scatter_(2, index, cast(v, values.dtype))
-        state, filled = state._replace(length=length + tokens), places
-        if lengths is not None and max(lengths) + tokens < places:
-            filled = max(lengths) + tokens
-            keys, values = (x.narrow(2, 0, self.prefix + filled) for x in (keys, values))
-        if lengths is None:
-            missing = self._may_miss(length, filled - 1, implementation)
-        else:
-            missing = min(lengths) < filled - 1
-        sees = exists = None
-        if tokens > 1 or missing:
-            end = self._behind_prefix(state.length)
-            sees = partial(_up_to, end, tokens)
-            exists = torch.arange(keys.shape[2], device=k.device) < end[:, None]
-        y = self._interface(q, keys, values, implementation, sees, exists)
-        return y.flatten(2), state
-
-    def _behind_prefix(self, place: Tensor) -> Tensor:
-        return place if self.prefix == 0 else place + self.prefix
+            index = (length[:, None] + torch.arange(tokens, device=k.device)) % places
+            index = index[:, None, :, None].expand(k.shape)
+            keys.narrow(2, self.prefix, places).scatter_(2, index, cast(k, keys.dtype))
+            values.narrow(2, self.prefix, places).scatter_(2, index, cast(v, values.dtype))
 
     def _in_order(self, state: KeyValueState, places: int) -> KeyValueState:
         """The prefix and the carried keys, each row's oldest first and all last ones side by side, of a state of fixed
@@ -304,7 +317,8 @@ class CausalAttention(nn.Module):
             )
         mask = None
         if implementation == "sdpa" and q.shape[2] == 1 and sees is not None:
-            mask = exists if exists is None else exists[:, None, None]
+            assert exists is not None
+            mask = exists[:, None, None]
         elif sees is not None:
             mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation](
                 batch_size=q.shape[0],
@@ -364,10 +378,12 @@ class CausalAttention(nn.Module):
         return torch.cat([x[:, :, : self.prefix], x[:, :, -places:].roll(own % places, dims=2)], dim=2)
 
 
-def _up_to(end: Tensor, queries: int, batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Whether a query sees a key, as transformers' mask functions ask it: up to its own, the last query's being the one
-    before `end` `[N]`."""
-    return kv_idx < end[batch_idx] + (q_idx + 1 - queries)
+def _up_to(
+    length: Tensor, prefix: int, queries: int, batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    """Whether a query sees a key, as transformers' mask functions ask it: the prefix's and up to its own, of a row's
+    `length` `[N]` keys the last query's being the last."""
+    return kv_idx - prefix < length[batch_idx] + (q_idx + 1 - queries)
 
 
 def _within(

@@ -19,6 +19,7 @@ from transformers import initialization as init
 
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
+from memzoo.kernels.kv_write.chunked import rotated
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import as_given, cast, constant
@@ -28,7 +29,7 @@ from memzoo.kernels.short_conv import Vectors, new_tail
 from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
-from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState, rotated
+from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import InnerGates, ShortConv
 
 SEGMENT = 512
