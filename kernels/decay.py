@@ -18,17 +18,19 @@ def interval_products(log_gate: Tensor) -> Tensor:
     return _Products.apply(log_gate)
 
 
-def without_dust(x: Tensor) -> Tensor:
-    """`x` with 0 for what is below the root of its dtype's smallest normal number (1e-19 in float32): a product of two
-    such numbers is subnormal, and a CPU takes many times as long for matrix products with subnormal numbers in them."""
-    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** 0.5)
+def without_dust(x: Tensor, power: float = 0.5) -> Tensor:
+    """`x`, on a CPU with 0 for what is below a power of its dtype's smallest normal number (1e-19 in float32, by the
+    root): a product of two such numbers is subnormal, and a CPU takes many times as long for matrix products with
+    subnormal numbers in them."""
+    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** power) if x.is_cpu else x
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_gate: Tensor) -> Tensor:
         from_first = F.pad(log_gate, (1, 0))[..., None]
-        sums = from_first.expand(*from_first.shape[:-1], from_first.shape[-2]).tril(-1)  # row n: 0 for n <= j
+        sums = from_first.expand(*from_first.shape[:-1], from_first.shape[-2]).contiguous()
+        sums.tril_(-1)  # row n: 0 for n <= j; in place, which costs a CPU a fifth
         products = without_dust(sums.cumsum_(-2).exp_()).tril_()
         ctx.save_for_backward(products)
         return products
@@ -37,9 +39,14 @@ class _Products(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_products: Tensor) -> Tensor:
         (products,) = ctx.saved_tensors
-        size = products.shape[-1]
-        earlier = torch.ones(size, size - 1, dtype=products.dtype, device=products.device).triu()  # j < n
-        return ((d_products * products) @ earlier).tril_(-1).sum(-2)  # t >= n
+        return gradient_of_logs(d_products * products)
+
+
+def gradient_of_logs(d_sums: Tensor) -> Tensor:
+    """Gradient `[..., C]` of the logs, of that of their sums over the intervals, 0 where `j > t`: `P` times its own."""
+    size = d_sums.shape[-1]
+    earlier = torch.ones(size, size - 1, dtype=d_sums.dtype, device=d_sums.device).triu()  # j < n
+    return (d_sums @ earlier).tril_(-1).sum(-2)  # t >= n
 
 
 class Decays(NamedTuple):

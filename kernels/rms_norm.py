@@ -40,9 +40,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     dtype = x.dtype
     plain = dtype == weight.dtype and dtype in (torch.float32, torch.float64) and type(x) is Tensor and x.is_cpu
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if x.ndim < 3 or x.shape[1] > 1 or differentiable or not plain or torch.compiler.is_compiling():
-        if plain and x.ndim > 2 and differentiable and ((size := block_size((x,), 0)) < x.shape[1] or in_piece.get()):
-            return _RMSNorm.apply(x, weight, eps, size)
+    compiling = torch.compiler.is_compiling()
+    if x.ndim < 3 or x.shape[1] > 1 or differentiable or not plain or compiling:
+        if plain and x.ndim > 2 and differentiable and not compiling:
+            size = block_size((x,), 0)
+            if size < x.shape[1] or in_piece.get():
+                return _RMSNorm.apply(x, weight, eps, size)
         return F.rms_norm(x, weight.shape, weight, eps)
     kind = x.shape[-1], eps, dtype
     known = _constants.get(kind)
@@ -61,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With `n = x / r`, `r = sqrt(mean(x^2) + eps)`: `dw = sum(dy n)`, `dx = (dy w - n mean(dy n w)) / r`."""
+    """With `n = x / r`, `r = sqrt(mean(x^2) + eps)`: `dw = sum(dy n)`, `dx = dy w / r - x mean(dy n w) / r^2`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, size: int) -> Tensor:
@@ -80,9 +83,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
         for to, d, part, r in zip(*(a.split(ctx.size, dim=1) for a in (d_x, d_y, x, inverse)), strict=True):
-            n = part * r
-            found = d * n
+            torch.mul(d, r, out=to)
+            found = to * part
             d_weight += found.flatten(0, -2).sum(0)
             mean = (found @ weight).div_(len(weight))[..., None]
-            torch.mul(d, weight, out=to).sub_(n.mul_(mean)).mul_(r)
+            to.mul_(weight).addcmul_(part, mean.mul_(r).mul_(r), value=-1)
         return d_x, d_weight, None, None

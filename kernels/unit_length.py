@@ -49,10 +49,15 @@ class _Unit(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> Tensor:
         y, norm = ctx.saved_tensors
-        product = y * d_y
-        along = product.sum(-1, keepdim=True)
-        torch.mul(y, torch.where(norm > SHORTEST, along, 0), out=product)
-        return torch.sub(d_y, product, out=product).mul_(1 / norm)
+        return unit_gradient(d_y, y, norm)
+
+
+def unit_gradient(d_y: Tensor, y: Tensor, norm: Tensor, eps: float = 0.0) -> Tensor:
+    """`dx` of `y = x / norm`: `(dy - y (y . dy)) / norm`, where the norm is not the bound."""
+    product = y * d_y
+    along = product.sum(-1, keepdim=True)
+    torch.mul(y, along if eps else torch.where(norm > SHORTEST, along, 0), out=product)
+    return torch.sub(d_y, product, out=product).mul_(1 / norm)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -832,11 +832,19 @@ def test_refuses_more_blocks_than_units() -> None:
         deep_memory(**arguments(hidden=(3,), blocks=4))
 
 
-@pytest.mark.parametrize("momentum", [True, False])
-def test_no_matrix_product_meets_subnormal_numbers(momentum: bool) -> None:
-    """They would make it many times as slow on a CPU, where a memory has forgotten what it held."""
-    made: dict[str, Any] = make_inputs(tokens=200, momentum=momentum, dtype=torch.float32)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": False}, {"muon": Muon(5, every="chunk")}, {"muon": Muon(5, every="token")}],
+    ids=["momentum", "none", "muon-chunk", "muon-token"],
+)
+def test_no_matrix_product_meets_subnormal_numbers(options: dict[str, Any]) -> None:
+    """They would make it many times as slow on a CPU, where a memory has forgotten what it held: under Muon, whose
+    steps have one size, what units held that have died."""
+    made: dict[str, Any] = make_inputs(tokens=200, momentum=options.get("momentum", True), dtype=torch.float32)
     made["log_retention"] = torch.full_like(made["log_retention"], -1.5)
+    if "muon" in options:
+        made |= {"muon": options["muon"], "activation": "relu", "key": made["key"].abs()}
+        made["log_momentum"] = torch.full_like(made["log_momentum"], -6.0)
     leaves = {n: x.requires_grad_() for n, x in made.items() if isinstance(x, Tensor)}
     with Subnormal() as subnormal:
         y, state = deep_memory(**{**made, **leaves}, chunk_size=4, backend="chunked")

@@ -365,6 +365,26 @@ def test_swla_is_its_equation(window: int, axis: str | None) -> None:
                 close(seen["y"][0, t, h], q[t, h] @ (memory * is_open), 1e-10)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("on", ["keys", "values", "heads"])
+@pytest.mark.parametrize("tokens", [2, 7])
+def test_the_gradients_of_a_window(window: int, on: str, tokens: int) -> None:
+    """Of queries, pairs and strengths, those of the tokens before included, also where there are more of these."""
+    units = {"keys": 4, "values": 3, "heads": 1}[on]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
+
+    inputs = draw(tokens, 2, 2, 4), draw(tokens, 2, 3), draw(window - 1, 2, 4), draw(window - 1, 2, 3)
+    strengths = [draw(tokens, 2, units) for _ in range(window)]
+
+    def outputs(*given: Tensor) -> tuple[Tensor, ...]:
+        found = matrix_memory._Window.apply(*given[:4], on == "keys", *given[4:])
+        return tuple(x for x in found if x is not None and x.numel() > 0)
+
+    assert torch.autograd.gradcheck(outputs, (*inputs, *strengths))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 9])
 def test_swlas_state_does_not_see_autocast(tokens: int) -> None:
     layer = mixer("swla-e1").float()
@@ -605,3 +625,19 @@ def test_several_chunks_are_one_graph(op: str) -> None:
         close(got, want, BOUND)
     compiled(**inputs)[0].sum().backward()
     assert bool(inputs["query"].grad.any())
+
+
+@pytest.mark.parametrize("name", ["retnet-e1", "deltanet-e1", "swla-e1"])
+def test_a_layer_with_its_gradients_is_one_graph(name: str) -> None:
+    layer = mixer(name)
+    x, at = torch.randn(2, 70, 24, dtype=torch.float64, requires_grad=True), step(layer, 70)
+
+    def f(x: Tensor) -> Tensor:
+        y, state = layer(x, at, None)
+        return y.square().sum() + sum(part.square().sum() for part in state)
+
+    leaves = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(f(x), leaves)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for got, want in zip(torch.autograd.grad(compiled(x), leaves), wanted, strict=True):
+        close(got, want, BOUND)

@@ -106,6 +106,18 @@ def test_vectors_are_float32_or_wider(backend: str) -> None:
     close(unit.norm(dim=-1), torch.ones(2, 1, 2, 2), OP[torch.float32])
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-3])
+def test_the_gradient_of_a_vector_too_short_for_unit_length(eps: float) -> None:
+    """Below the bound it is that of a division by the bound; an epsilon has none."""
+    args, found = make_inputs(channels=13), {}
+    for backend in BACKENDS:
+        x = (1e-9 * args["x"]).requires_grad_()
+        (unit, _), _ = short_conv(x, args["weight"], vectors=Vectors(heads=2, dim=3, eps=eps), backend=backend)
+        weights = torch.linspace(-1, 1, unit.numel(), dtype=unit.dtype).view_as(unit)
+        (found[backend],) = torch.autograd.grad((unit * weights).sum(), x)
+    close(found["chunked"], found["reference"], BOUND)
+
+
 def test_refuses_more_vectors_than_channels() -> None:
     for vectors in (Vectors(heads=3, dim=3), Vectors(heads=0, dim=3)):
         with pytest.raises(ValueError, match=r"vectors: expected 1 to 13 = D channels, got Vectors\(heads="):

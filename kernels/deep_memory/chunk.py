@@ -24,10 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memzoo.kernels.decay import without_dust
 from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.deep_memory.activations import GatedUnits, Units
 from memzoo.kernels.newton_schulz.chunked import newton_schulz, value_and_pullback
 from memzoo.kernels.registry import may_hold
+
+FADED = 0.35
+"""The power by which `without_dust` clears weights and momentum (6e-14 in float32, 2e-108 in float64): what a memory
+that has decayed returns is multiplied with it twice more."""
 
 
 class Coefficients(NamedTuple):
@@ -572,27 +577,17 @@ def advance(
         weight = network.per_weight(keep, layer) * weights[layer]
         if network.momentum:
             slot = network.per_weight(momentum_keep, layer) * slots[layer]
-            new_slots.append(_write(slot, inputs[layer], deltas[layer], momentum_write))
+            new_slots.append(without_dust(_write(slot, inputs[layer], deltas[layer], momentum_write), FADED))
         if network.newton_schulz_steps is not None:
             assert orthogonal is not None
             update = newton_schulz(network.matrices(new_slots[layer], layer), network.newton_schulz_steps)
-            new_weights.append(weight.addcmul_(network.per_weight(orthogonal, layer), network.layer_of(update)))
-            continue
-        if network.momentum:
-            weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
-        new_weights.append(_write(weight, inputs[layer], deltas[layer], write))
-    _settled(new_weights)
-    if network.newton_schulz_steps is None:  # which sees the momentum's direction alone
-        _settled(new_slots)
+            weight = weight.addcmul_(network.per_weight(orthogonal, layer), network.layer_of(update))
+        else:
+            if network.momentum:
+                weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
+            weight = _write(weight, inputs[layer], deltas[layer], write)
+        new_weights.append(without_dust(weight, FADED))
     return new_weights, new_slots
-
-
-def _settled(anchor: Sequence[Tensor]) -> None:
-    """In place 0 for what is below 6e-14 (in float64 2e-108): the dust of a memory that has decayed, of which products
-    of two or three are subnormal numbers, and these a CPU computes many times as slowly."""
-    for x in anchor:
-        if x.is_cpu:
-            torch.ops.aten.hardshrink.out(x, torch.finfo(x.dtype).tiny ** 0.35, out=x)
 
 
 def _write(weight: Tensor, x: Tensor, delta: Tensor, write: Tensor) -> Tensor:

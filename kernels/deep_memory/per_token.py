@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memzoo.kernels.deep_memory.chunk import Network, inner_gradients
+from memzoo.kernels.decay import without_dust
+from memzoo.kernels.deep_memory.chunk import FADED, Network, inner_gradients
 from memzoo.kernels.deep_memory.walk import Ends
 from memzoo.kernels.newton_schulz.chunked import newton_schulz
 
@@ -182,11 +183,32 @@ def _tokens(
     if gates.is_open is not None:
         is_open = network.per_weight(gates.is_open.flatten(0, 1), layer).unflatten(0, momentum.shape[:2])
         retention, step_size = torch.where(is_open > 0, retention, 1), step_size * is_open
-    weights = []
-    for t in range(z.shape[1]):
-        weight = retention[:, t] * weight + step_size[:, t] * updates[:, t]
-        weights.append(weight)
-    return (torch.stack(weights, dim=1) @ z[..., None])[..., 0], weight
+    weights = _Decayed.apply(weight, retention, step_size * updates)
+    return (weights @ z[..., None])[..., 0], weights[:, -1].clone()  # of many
+
+
+class _Decayed(torch.autograd.Function):
+    """`M_t = retention_t M_{t-1} + U_t`, `[M, t, out, in]`, without dust, which the gradient does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, retention: Tensor, updates: Tensor) -> Tensor:
+        weights = torch.empty_like(updates)
+        before = weight
+        for t in range(weights.shape[1]):
+            weights[:, t] = before = without_dust(torch.addcmul(updates[:, t], retention[:, t], before), FADED)
+        ctx.save_for_backward(weight, retention, weights)
+        return weights
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight, retention, weights = ctx.saved_tensors
+        d_updates = d_weights.clone()
+        for t in reversed(range(1, weights.shape[1])):
+            d_updates[:, t - 1].addcmul_(retention[:, t], d_updates[:, t])
+        before = torch.cat([weight[:, None], weights[:, :-1]], dim=1)
+        d_retention = (d_updates * before).sum_to_size(retention.shape)
+        return retention[:, 0] * d_updates[:, 0], d_retention, d_updates
 
 
 def _momentum(network: Network, layer: int, x: Tensor, delta: Tensor, slot: Tensor, gates: Gates) -> Tensor:
@@ -194,4 +216,16 @@ def _momentum(network: Network, layer: int, x: Tensor, delta: Tensor, slot: Tens
     shape = gates.momentum_keep.shape[:2]
     keep = network.per_weight(gates.momentum_keep.flatten(0, 1), layer).unflatten(0, shape)
     written = (delta[:, None] * gates.momentum_write[..., None]).mT @ x[:, None]
-    return keep * slot[:, None] - written
+    return _WithoutDust.apply(keep * slot[:, None] - written)
+
+
+class _WithoutDust(torch.autograd.Function):
+    """`without_dust`, which the gradient does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return without_dust(x, FADED)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> Tensor:
+        return d_x

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.decay import decays, without_dust
-from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunks, plus_product, products, unchunked
+from memzoo.kernels.linear_attention.chunked import CHUNK, SEGMENT, chunks, products, unchunked
 from memzoo.kernels.registry import as_given
 from memzoo.kernels.scan import scan, split
 
@@ -86,8 +86,13 @@ def _segment(
     u, w = _Solve.apply(written @ k.mT * until, beta * v, written * from_start)
     kept = decay.whole.expand(*q.shape[:3], 1, 1)
     starts, deltas, state = _States.apply(state, u, w, (k * decay.to_end).mT, kept)
-    y = plus_product((q * decay.from_start) @ starts, q @ k.mT * decay.inside, deltas)
+    y = _plus_product((q * decay.from_start) @ starts, q @ k.mT * decay.inside, deltas)
     return unchunked(y, tokens), state
+
+
+def _plus_product(y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`y + a @ b` of chunks, in one pass over y."""
+    return torch.baddbmm(y.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).view_as(y)
 
 
 SOLVED = 16

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -293,70 +294,101 @@ class SlidingWindowLinear(MatrixMemory):
             key, value = self._weighted(keys[:, None], values[:, None], gates)
             y, memory = linear_attention(q, key, value, log_retention, state.memory, **options)
             return y, state._replace(memory=memory, keys=keys[:, :-1], values=values[:, :-1])
-        retention = log_retention.exp()[..., None]
-        (*late_keys, keys), (*late_values, values) = (
-            lagged(x, old, step.lengths) for x, old in ((k, state.keys), (v, state.values))
-        )
-        last, local = list[Tensor](), list[tuple[Tensor, Tensor]]()
-        key, value, w = k, v, gates[:, :, 0]
+        retention, strengths = log_retention.exp()[..., None], [gates[:, :, 0]]
         for lag in range(1, self.window):
-            local.append(self._read_beside(q, key, value, w))
-            late, newest = lagged(w, torch.zeros_like(w[:, :1]), step.lengths)
-            last.append(newest)
-            key, value = late_keys[lag - 1], late_values[lag - 1]
-            w = torch.addcmul(gates[:, :, lag], retention, late)
-        key, value = self._weighted(key, value, w)
+            earlier = F.pad(strengths[-1][:, :-1], (0, 0, 0, 0, 1, 0))
+            strengths.append(torch.addcmul(gates[:, :, lag], retention, earlier))
+        before = _turned(cast(state.keys, k.dtype)), _turned(cast(state.values, v.dtype))
+        on_keys = self.gated_units > 1 and self.axis == "key"
+        q, key, value, beside, *newest = _Window.apply(qk, v, *before, on_keys, *strengths)
         y, memory = linear_attention(q, key[:, :, None], value[:, :, None], log_retention, state.memory, **options)
-        for score, value in local:
-            y = torch.addcmul(y, cast(score, y.dtype), cast(value, y.dtype))
-        if last:
-            key, value = (x.transpose(1, 2) for x in self._weighted(keys, values, torch.cat(last, dim=1)))
+        if self.window > 1:
+            y = beside.add_(y)
+            if step.lengths is not None:
+                newest = [_newest(x, old, step.lengths) for x, old in zip((k, v), before, strict=True)]
+            last = torch.cat([_newest(w, torch.zeros_like(w[:, :1]), step.lengths) for w in strengths[:-1]], dim=1)
+            keys, values = map(_turned, newest)
+            key, value = (x.transpose(1, 2) for x in self._weighted(keys, values, last))
             with as_given(v.device):
                 memory = memory + key.mT @ cast(value, key.dtype)
-        return y, state._replace(memory=memory, keys=keys, values=values)
+            state = state._replace(keys=keys, values=values)
+        return y, state._replace(memory=memory)
 
     def _weighted(self, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs with their strengths `w` `[B, L, H, U]` on what opens at times of its own."""
         return (key * w, value) if self.axis == "key" else (key, value * cast(w, value.dtype))
 
-    def _read_beside(self, q: Tensor, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """What `q` finds of one pair per token: a score `[B, L, H, 1]` and the value that it multiplies."""
-        if self.gated_units == 1:  # a number per head multiplies the score, which is one, too
-            return (q * key).sum(-1, keepdim=True).mul_(w), value
-        key, value = self._weighted(key, value, w)
-        return (q * key).sum(-1, keepdim=True), value
 
+class _Window(torch.autograd.Function):
+    """What `SlidingWindowLinear` reads beside its recurrence and writes into it, of queries and keys `qk`
+    `[B, L, 2, H, K]`, values `v` `[B, L, H, V]`, the c - 1 pairs before them, the oldest first, and the c strengths `w`
+    `[B, L, H, U]`, on the keys or on the values:
 
-def lagged(x: Tensor, before: Tensor, lengths: Tensor | None) -> tuple[Tensor, ...]:
-    """Tokens `[B, L, ...]` as they were 1 to R tokens ago, behind `before` `[B, R, ...]`, the newest first, and each
-    row's last R real ones, the newest first, too."""
-    before = _turned(cast(before, x.dtype))
-    if before.shape[1] == 0:
-        return (before,)
-    *late, newest = _Lagged.apply(x, before)
-    if lengths is not None:
-        newest = new_tail(x.flatten(2), before.flatten(2), lengths).reshape(before.shape)
-    return *late, _turned(newest)
+        q_t,    k_{t-c+1},    w_{t,c-1} v_{t-c+1},    sum_{i<c-1} w_{t,i} (q_t . k_{t-i}) v_{t-i}
 
-
-class _Lagged(torch.autograd.Function):
-    """Slices of `[before, x]`, whose backward adds them up in one tensor, where autograd's makes one for each."""
+    and the last c - 1 pairs. The backward is written out: autograd's makes a tensor for each lag and adds them up.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, before: Tensor) -> tuple[Tensor, ...]:
-        (_, tokens, *_), most = x.shape, before.shape[1]
-        both = torch.cat([before, x], dim=1)
-        return *(both[:, most - lag :][:, :tokens] for lag in range(1, most + 1)), both[:, tokens:].clone()
+    def forward(
+        ctx: Any, qk: Tensor, v: Tensor, old_keys: Tensor, old_values: Tensor, on_keys: bool, *strengths: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k = qk.unbind(2)
+        tokens, most = v.shape[1], len(strengths) - 1
+        keys, values = torch.cat([old_keys, k], dim=1), torch.cat([old_values, v], dim=1)
+        beside, scores = None, []
+        for lag, w in enumerate(strengths[:-1]):
+            key, value = (x[:, most - lag :][:, :tokens] for x in (keys, values))
+            scores.append((q * (key * w if on_keys else key)).sum(-1, keepdim=True))
+            score, value = scores[-1] if on_keys else scores[-1] * w, cast(value, q.dtype)
+            beside = score * value if beside is None else beside.addcmul_(score, value)
+        key, value, w = keys[:, :tokens], values[:, :tokens], strengths[-1]
+        key, value = (key * w, value) if on_keys else (key, value * cast(w, value.dtype))
+        ctx.save_for_backward(qk, keys, values, *strengths, *scores)
+        ctx.on_keys = on_keys
+        return q, key, value, beside, keys[:, tokens:].clone(), values[:, tokens:].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *d_slices: Tensor) -> tuple[Tensor, Tensor]:
-        *d_late, d_newest = d_slices
-        most, tokens = d_newest.shape[1], d_late[0].shape[1]
-        d_both = torch.cat([d_late[-1], d_newest], dim=1)
-        for lag, d in enumerate(d_late[:-1], start=1):
-            d_both[:, most - lag :][:, :tokens] += d
-        return d_both[:, most:], d_both[:, :most]
+    def backward(
+        ctx: Any, d_q: Tensor, d_key: Tensor, d_value: Tensor, d_beside: Tensor, *d_newest: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        qk, keys, values, *others = ctx.saved_tensors
+        most = len(others) // 2
+        strengths, scores = others[: most + 1], others[most + 1 :]
+        q, tokens, on_keys = qk[:, :, 0], qk.shape[1], ctx.on_keys
+        late = [[x[:, most - lag :][:, :tokens] for x in (keys, values)] for lag in range(most + 1)]
+        key, value, w = *late[most], strengths[-1]
+        d_w = [_summed(d_key * key if on_keys else d_value * value, w)]
+        d_keys = torch.cat([d_key * w if on_keys else d_key, d_newest[0]], dim=1)
+        d_values = torch.cat([d_value if on_keys else d_value * cast(w, d_value.dtype), d_newest[1]], dim=1)
+        for lag in reversed(range(most)):
+            (key, value), w, score = late[lag], strengths[lag], scores[lag]
+            d_scaled = d_beside * value
+            if on_keys:
+                d_score = d_scaled.sum(-1, keepdim=True)
+                d_w.append(d_score * q * key)
+                d_score, scaled = d_score * w, score
+            else:
+                d_scaled = _summed(d_scaled, w)
+                d_w.append(d_scaled * score)
+                d_score, scaled = (d_scaled * w).sum(-1, keepdim=True), score * w
+            d_q = torch.addcmul(d_q, d_score, key)
+            d_keys[:, most - lag :][:, :tokens].addcmul_(d_score, q)
+            d_values[:, most - lag :][:, :tokens].addcmul_(scaled, d_beside)
+        d_qk = torch.stack([d_q, d_keys[:, most:]], dim=2)
+        return d_qk, d_values[:, most:], d_keys[:, :most], d_values[:, :most], None, *reversed(d_w)
+
+
+def _summed(d: Tensor, like: Tensor) -> Tensor:
+    """Gradient of what multiplies every element of `d`, or each."""
+    d = d if like.shape[-1] == d.shape[-1] else d.sum(-1, keepdim=True)
+    return cast(d, like.dtype)
+
+
+def _newest(x: Tensor, before: Tensor, lengths: Tensor | None) -> Tensor:
+    """The tail of `[B, L, ...]` that is as long as `before`."""
+    return new_tail(x.flatten(2), before.flatten(2), lengths).view(before.shape)
 
 
 def _turned(x: Tensor) -> Tensor:
