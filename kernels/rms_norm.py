@@ -56,7 +56,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if type(zero) is Tensor:  # not a tracer's
             _constants[kind] = known
     least, zero, root, shortest = known
-    if x.numel() == kind[0] and eps > 0:  # a single vector, whose length is a number
+    # A single vector's length is a number, which forward-mode derivatives and `vmap` do not see through.
+    if x.numel() == kind[0] and eps > 0 and not torch.is_grad_enabled():
         return torch.addcmul(zero, x, weight, value=root / math.hypot(torch.linalg.vector_norm(x).item(), shortest))
     length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), least)
     return torch.addcdiv(zero, x * weight, length, value=root)

@@ -105,6 +105,14 @@ def test_the_norm_of_one_token_is_torchs(shape: tuple[int, ...], dtype: torch.dt
         close(rms_norm(scale * x, weight, eps), torch.rms_norm(scale * x, (6,), weight, eps), OP[dtype])
 
 
+def test_the_norm_of_one_vector_has_forward_derivatives() -> None:
+    x, tangent, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((1, 1, 8), (1, 1, 8), (8,)))
+    _, got = torch.func.jvp(lambda x: rms_norm(x, weight, 1e-6), (x,), (tangent,))
+    _, want = torch.func.jvp(lambda x: F.rms_norm(x, (8,), weight, 1e-6), (x,), (tangent,))
+    close(got, want, OP[torch.float64])
+    close(torch.vmap(lambda x: rms_norm(x, weight, 1e-6))(x[None])[0], rms_norm(x, weight, 1e-6), OP[torch.float64])
+
+
 def test_elsewhere_the_norm_is_torchs_own() -> None:
     """Of several tokens, in low precision, where gradients are wanted: bit by bit."""
     several, one, weight = torch.randn(2, 3, 6), torch.randn(2, 1, 6), torch.randn(6, requires_grad=True)

@@ -204,7 +204,7 @@ def _advance_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """`keep W + rate Q X / |X|` in place of `W`, unless all rates of the matrix are 0."""
+    """`keep W + rate Q X / |X|` in place of `W`, unless the matrix keeps all of it and all its rates are 0."""
     i_x = tl.program_id(0).to(tl.int64)
     matrix, part = i_x // PARTS, i_x % PARTS
     row = tl.arange(0, BM).to(tl.int64)
@@ -214,8 +214,10 @@ def _advance_kernel(
     for i in range(tl.cdiv(N, BN) if C_COLUMN > 0 else 1):
         column = i * BN + tl.arange(0, BN).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        rate = tl.load(p_rate + row[:, None] * C_ROW + column[None, :] * C_COLUMN, mask=inside, other=0.0)
-        advances = tl.maximum(advances, tl.max((rate != 0).to(tl.int32)))
+        of_block = row[:, None] * C_ROW + column[None, :] * C_COLUMN
+        keep = tl.load(p_keep + of_block, mask=inside, other=1.0)
+        rate = tl.load(p_rate + of_block, mask=inside, other=0.0)
+        advances = tl.maximum(advances, tl.max(((keep != 1) | (rate != 0)).to(tl.int32)))
     if advances > 0:
         p_gram, p_turned = p_iterates + i_x * 3 * M * M, p_turned + i_x * M * M
         p_last, shrink = _last_product(p_x, p_gram, p_turned, row, M, N, X_ROW, X_COLUMN, STEPS, False, BK)
@@ -327,9 +329,9 @@ def forward(x: Tensor, steps: int) -> Tensor:
 
 
 def advance(weight: Tensor, x: Tensor, keep: Tensor, rate: Tensor, steps: int) -> None:
-    """`keep W + rate NS(X)` in place of the weights, but of a matrix whose rates are all 0.
+    """`keep W + rate NS(X)` in place of the weights, but of a matrix that keeps all of them and whose rates are all 0.
 
-    Of such a one nothing but its rates is read, so that the host need not know which matrices advance.
+    Of such a one nothing but these numbers is read, so that the host need not know which matrices advance.
 
     Args:
         weight: `[M, r, c]`, or `[M, P, r, c]`, of any strides.
