@@ -124,7 +124,7 @@ class CausalAttention(nn.Module):
         """
         q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
         v, places, implementation = self.v_proj(x), self.places or room, self.config._attn_implementation
-        if state is not None and places is not None and added is None and self._may_write(state, q, k, v):
+        if state is not None and places is not None and added is None and self._may_write(state, k):
             return self._in_place(q, k, v, rotary, state, places, implementation)
         q, k, v = self._heads_of(q, k, v, *rotary)
         fresh = state is None
@@ -167,14 +167,12 @@ class CausalAttention(nn.Module):
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(prefix_k, prefix_v, length)
 
-    def _may_write(self, state: KeyValueState, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether new keys and values `[B, L, G D]` may be written into the state: not into what a graph or another row
-        needs, nor over a key that an earlier one of the new tokens sees."""
-        none_lost = k.shape[1] == 1 or self.window is None
-        # A graph needs the values for the keys' gradients, the keys for the queries', and so on.
-        in_graph = q.requires_grad or k.requires_grad or v.requires_grad
-        in_graph = in_graph or state.keys.requires_grad or state.values.requires_grad
-        return none_lost and not in_graph and state.keys.is_contiguous() and may_write(state.keys)
+    def _may_write(self, state: KeyValueState, k: Tensor) -> bool:
+        """Whether new keys `k` `[B, L, G D]` and their values may be written into the state: not into what a graph or
+        another row needs, nor over a key that an earlier one of the new tokens sees."""
+        (keys, values, _), none_lost = state, k.shape[1] == 1 or self.window is None
+        in_graph = torch.is_grad_enabled() or keys.requires_grad or values.requires_grad
+        return none_lost and not in_graph and keys.dtype == k.dtype and keys.is_contiguous() and may_write(keys)
 
     def _in_place(
         self,
