@@ -160,7 +160,10 @@ def gated_product(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> 
 def _gated_product(act: Callable[[Tensor], Tensor], size: int, gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty_like(up)
     for to, g, u in zip(*(x.split(size, dim=1) for x in (y, gate, up)), strict=True):
-        torch.mul(act(g), u, out=to)
+        if act is F.silu:
+            torch.ops.aten.silu.out(g, out=to).mul_(u)
+        else:
+            torch.mul(act(g), u, out=to)
     return y
 
 
@@ -180,8 +183,9 @@ class _GatedProduct(torch.autograd.Function):
             *(x.split(ctx.size, dim=1) for x in (d_gate, d_up, d_y, gate, up)), strict=True
         ):
             if ctx.act is F.silu:
-                torch.mul(F.silu(g), d, out=to_up)
-                torch.ops.aten.silu_backward.grad_input(d * u, g, grad_input=to_gate)
+                torch.ops.aten.silu.out(g, out=to_up).mul_(d)
+                torch.mul(d, u, out=to_gate)
+                torch.ops.aten.silu_backward.grad_input(to_gate, g, grad_input=to_gate)
                 continue
             leaf = g.detach().requires_grad_()
             with torch.enable_grad():

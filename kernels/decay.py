@@ -22,7 +22,16 @@ def without_dust(x: Tensor, power: float = 0.5) -> Tensor:
     """`x`, on a CPU with 0 for what is below a power of its dtype's smallest normal number (1e-19 in float32, by the
     root): a product of two such numbers is subnormal, and a CPU takes many times as long for matrix products with
     subnormal numbers in them."""
-    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** power) if x.is_cpu else x
+    return F.hardshrink(x, _dust(x, power)) if x.is_cpu else x
+
+
+def without_dust_(x: Tensor, power: float = 0.5) -> Tensor:
+    """The same in place."""
+    return torch.ops.aten.hardshrink.out(x, _dust(x, power), out=x) if x.is_cpu else x
+
+
+def _dust(x: Tensor, power: float) -> float:
+    return torch.finfo(x.dtype).tiny ** power
 
 
 class _Products(torch.autograd.Function):
@@ -31,7 +40,7 @@ class _Products(torch.autograd.Function):
         from_first = F.pad(log_gate, (1, 0))[..., None]
         sums = from_first.expand(*from_first.shape[:-1], from_first.shape[-2]).contiguous()
         sums.tril_(-1)  # row n: 0 for n <= j; in place, which costs a CPU a fifth
-        products = without_dust(sums.cumsum_(-2).exp_()).tril_()
+        products = without_dust_(sums.cumsum_(-2).exp_()).tril_()
         ctx.save_for_backward(products)
         return products
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memzoo.kernels.decay import without_dust
+from memzoo.kernels.decay import without_dust_
 from memzoo.kernels.deep_memory import block_of_unit
 from memzoo.kernels.deep_memory.activations import GatedUnits, Units
 from memzoo.kernels.newton_schulz.chunked import newton_schulz, value_and_pullback
@@ -577,7 +577,7 @@ def advance(
         weight = network.per_weight(keep, layer) * weights[layer]
         if network.momentum:
             slot = network.per_weight(momentum_keep, layer) * slots[layer]
-            new_slots.append(without_dust(_write(slot, inputs[layer], deltas[layer], momentum_write), FADED))
+            new_slots.append(without_dust_(_write(slot, inputs[layer], deltas[layer], momentum_write), FADED))
         if network.newton_schulz_steps is not None:
             assert orthogonal is not None
             update = newton_schulz(network.matrices(new_slots[layer], layer), network.newton_schulz_steps)
@@ -586,7 +586,7 @@ def advance(
             if network.momentum:
                 weight = weight.addcmul_(network.per_weight(momentum_read, layer), slots[layer])
             weight = _write(weight, inputs[layer], deltas[layer], write)
-        new_weights.append(without_dust(weight, FADED))
+        new_weights.append(without_dust_(weight, FADED))
     return new_weights, new_slots
 
 

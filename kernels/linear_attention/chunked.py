@@ -98,7 +98,7 @@ class _Segment(torch.autograd.Function):
         parts = torch.cat([state[:, :, None], written.view(*lead, *state.shape[2:])], dim=2).flatten(-2)
         starts = (across[..., :-1, :] @ parts).view_as(written)
         last = (across[..., -1:, :] @ parts).view_as(state)
-        y = torch.bmm(q * decay.from_start, starts)
+        y = torch.bmm(q, starts).mul_(decay.from_start)
         kept: list[Tensor] = []
         for k, v in streams:
             scores = torch.bmm(q, k.mT).mul_(decay.inside)
@@ -134,7 +134,7 @@ class _Segment(torch.autograd.Function):
                 d_scores.mul_(decay.inside)
                 d_q.baddbmm_(d_scores, k)
                 d_keys.append(d_k.baddbmm_(d_scores.mT, q))
-                d_values.append(torch.bmm(scores.mT, d_y).baddbmm_(k * decay.to_end, d_written))
+                d_values.append(torch.bmm(k, d_written).mul_(decay.to_end).baddbmm_(scores.mT, d_y))
             d_gate = None
             if d_logs is not None:
                 d_whole = gradient_of_logs(across * (d_states @ parts.mT))

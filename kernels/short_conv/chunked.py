@@ -130,9 +130,15 @@ class _Convolution(torch.autograd.Function):
             d_first = cast(unit_gradient(d_unit, unit, norm, vectors.eps).flatten(2), x.dtype)
         for block in blocks:
             window, size = _window(x, tail, block, halo), block.stop - block.start
-            d = d_rest[:, block] if vectors is None else torch.cat([d_first[:, block], d_rest[:, block]], dim=-1)
+            parts = [d_rest[:, block]] if vectors is None else [d_first[:, block], d_rest[:, block]]
             if convolved is not None:
-                d = torch.ops.aten.silu_backward(d, convolved[:, block])
+                d = torch.empty_like(convolved[:, block])
+                to = d.split([part.shape[-1] for part in parts], dim=-1)
+                of = convolved[:, block].split([part.shape[-1] for part in parts], dim=-1)
+                for each in zip(parts, of, to, strict=True):
+                    torch.ops.aten.silu_backward.grad_input(*each[:2], grad_input=each[2])
+            else:
+                d = parts[0] if vectors is None else torch.cat(parts, dim=-1)
             d_window = d_padded[:, block.start : block.stop + halo]
             d_window[:, halo:] = 0  # the others have been written to
             for j, tap in enumerate(taps):
