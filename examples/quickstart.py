@@ -74,7 +74,7 @@ class Arguments:
     chunk: int = field(default=64, metadata={"help": "Tokens whose memory updates share an anchor."})
     vocab_size: int = field(default=1024, metadata={"help": "Tokens in the vocabulary."})
     longest: int = field(default=16384, metadata={"help": "Longest context of the decoding measurement."})
-    learning_rate: float = field(default=2e-2, metadata={"help": "Peak learning rate."})
+    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate."})
     seed: int = 0
     generate: str | None = field(default=None, metadata={"help": "Only load the model of this folder and write on."})
     prompt: str = field(default="", metadata={"help": "With --generate: what to continue."})
