@@ -31,7 +31,7 @@ from memzoo.kernels.newton_schulz.chunked import newton_schulz, value_and_pullba
 from memzoo.kernels.registry import may_hold
 
 FADED = 0.35
-"""The power by which `without_dust` clears weights and momentum (6e-14 in float32, 2e-108 in float64): what a memory
+"""The power by which `without_dust_` clears weights and momentum (6e-14 in float32, 2e-108 in float64): what a memory
 that has decayed returns is multiplied with it twice more."""
 
 

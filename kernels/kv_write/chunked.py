@@ -14,6 +14,22 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
+def turned_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """A token's queries and keys `[B, 1, H D]`, turned together, `[B, H, 1, D]` each."""
+    both = rotated(torch.cat([query, key], dim=-1).view(len(query), -1, cos.shape[-1]), cos, sin)[:, :, None]
+    heads = query.shape[-1] // cos.shape[-1]
+    return both[:, :heads], both[:, heads:]
+
+
+def put(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, length: Tensor, prefix: int) -> None:
+    """New `[B, G, L, D]` into their places `[B, G, P + S, D]`, of rows that had `length` `[B]` keys before."""
+    places, tokens = keys.shape[2] - prefix, key.shape[2]
+    place = length[:, None] if tokens == 1 else length[:, None] + torch.arange(tokens, device=key.device)
+    index = (place % places)[:, None, :, None].expand(key.shape)
+    for to, new in ((keys, key), (values, value)):
+        to.narrow(2, prefix, places).scatter_(2, index, cast(new, to.dtype))
+
+
 def kv_write(
     query: Tensor,
     key: Tensor,
@@ -26,11 +42,7 @@ def kv_write(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `memzoo.kernels.kv_write.kv_write`."""
     batch, groups, rows, width = keys.shape
-    places = rows - prefix
-    both = rotated(torch.cat([query, key], dim=-1).view(batch, -1, width), *rotary)[:, :, None]
-    index = (length % places).view(-1, 1, 1, 1).expand(-1, groups, -1, width)
-    for to, new in ((keys, both[:, -groups:]), (values, value.view(batch, groups, 1, width))):
-        to.narrow(2, prefix, places).scatter_(2, index, cast(new, to.dtype))
+    query, key = turned_heads(query, key, *rotary)
+    put(keys, values, key, value.view(batch, groups, 1, width), length, prefix)
     length = length + 1
-    exists = torch.arange(-prefix, places, device=length.device) < length[:, None]
-    return both[:, :-groups], length, exists
+    return query, length, torch.arange(-prefix, rows - prefix, device=length.device) < length[:, None]

@@ -132,11 +132,9 @@ class _Convolution(torch.autograd.Function):
             window, size = _window(x, tail, block, halo), block.stop - block.start
             parts = [d_rest[:, block]] if vectors is None else [d_first[:, block], d_rest[:, block]]
             if convolved is not None:
-                d = torch.empty_like(convolved[:, block])
-                to = d.split([part.shape[-1] for part in parts], dim=-1)
-                of = convolved[:, block].split([part.shape[-1] for part in parts], dim=-1)
-                for each in zip(parts, of, to, strict=True):
-                    torch.ops.aten.silu_backward.grad_input(*each[:2], grad_input=each[2])
+                d, widths = torch.empty_like(convolved[:, block]), [part.shape[-1] for part in parts]
+                for part, of, to in zip(parts, *(y.split(widths, -1) for y in (convolved[:, block], d)), strict=True):
+                    torch.ops.aten.silu_backward.grad_input(part, of, grad_input=to)
             else:
                 d = parts[0] if vectors is None else torch.cat(parts, dim=-1)
             d_window = d_padded[:, block.start : block.stop + halo]

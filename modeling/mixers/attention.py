@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager
 from transformers.utils.generic import is_flash_attention_requested
 
 from memzoo.kernels.kv_write import kv_write
-from memzoo.kernels.kv_write.chunked import rotated
+from memzoo.kernels.kv_write.chunked import put, rotated, turned_heads
 from memzoo.kernels.registry import cast, known, may_be, may_write
 from memzoo.modeling.norms import RMSNorm
 
@@ -141,9 +141,8 @@ class CausalAttention(nn.Module):
             q, k, v = (self._heads(x) for x in (q, k, v))
             cos, sin = cos[:, None], sin[:, None]
             return rotated(q, cos, sin), rotated(k, cos, sin), v
-        batch, width = q.shape[0], self.head_dim
-        both = rotated(torch.cat([q, k], dim=-1).view(batch, -1, width), cos, sin)
-        return both[:, : self.heads, None], both[:, self.heads :, None], v.view(batch, -1, 1, width)
+        q, k = turned_heads(q, k, cos, sin)
+        return q, k, v.view(v.shape[0], -1, 1, self.head_dim)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -221,10 +220,7 @@ class CausalAttention(nn.Module):
             keys.narrow(2, start, tokens).copy_(k)
             values.narrow(2, start, tokens).copy_(v)
         else:
-            index = (length[:, None] + torch.arange(tokens, device=k.device)) % places
-            index = index[:, None, :, None].expand(k.shape)
-            keys.narrow(2, self.prefix, places).scatter_(2, index, cast(k, keys.dtype))
-            values.narrow(2, self.prefix, places).scatter_(2, index, cast(v, values.dtype))
+            put(keys, values, k, v, length, self.prefix)
 
     def _in_order(self, state: KeyValueState, places: int) -> KeyValueState:
         """The prefix and the carried keys, each row's oldest first and all last ones side by side, of a state of fixed

@@ -291,7 +291,7 @@ class SlidingWindowLinear(MatrixMemory):
         options: dict[str, Any] = {"lengths": step.lengths, "backend": self.backend}
         if v.shape[1] == 1 and step.lengths is None:
             keys, values = torch.cat([k, state.keys], dim=1), torch.cat([v, cast(state.values, v.dtype)], dim=1)
-            key, value = self._weighted(keys[:, None], values[:, None], gates)
+            key, value = _weighted(keys[:, None], values[:, None], gates, self.axis == "key")
             y, memory = linear_attention(q, key, value, log_retention, state.memory, **options)
             return y, state._replace(memory=memory, keys=keys[:, :-1], values=values[:, :-1])
         retention, strengths = log_retention.exp()[..., None], [gates[:, :, 0]]
@@ -308,15 +308,16 @@ class SlidingWindowLinear(MatrixMemory):
                 newest = [_newest(x, old, step.lengths) for x, old in zip((k, v), before, strict=True)]
             last = torch.cat([_newest(w, torch.zeros_like(w[:, :1]), step.lengths) for w in strengths[:-1]], dim=1)
             keys, values = map(_turned, newest)
-            key, value = (x.transpose(1, 2) for x in self._weighted(keys, values, last))
+            key, value = (x.transpose(1, 2) for x in _weighted(keys, values, last, self.axis == "key"))
             with as_given(v.device):
                 memory = memory + key.mT @ cast(value, key.dtype)
             state = state._replace(keys=keys, values=values)
         return y, state._replace(memory=memory)
 
-    def _weighted(self, key: Tensor, value: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs with their strengths `w` `[B, L, H, U]` on what opens at times of its own."""
-        return (key * w, value) if self.axis == "key" else (key, value * cast(w, value.dtype))
+
+def _weighted(key: Tensor, value: Tensor, w: Tensor, on_keys: bool) -> tuple[Tensor, Tensor]:
+    """Pairs with their strengths `w` `[B, L, H, U]` on what opens at times of its own."""
+    return (key * w, value) if on_keys else (key, value * cast(w, value.dtype))
 
 
 class _Window(torch.autograd.Function):
@@ -342,8 +343,7 @@ class _Window(torch.autograd.Function):
             scores.append((q * (key * w if on_keys else key)).sum(-1, keepdim=True))
             score, value = scores[-1] if on_keys else scores[-1] * w, cast(value, q.dtype)
             beside = score * value if beside is None else beside.addcmul_(score, value)
-        key, value, w = keys[:, :tokens], values[:, :tokens], strengths[-1]
-        key, value = (key * w, value) if on_keys else (key, value * cast(w, value.dtype))
+        key, value = _weighted(keys[:, :tokens], values[:, :tokens], strengths[-1], on_keys)
         ctx.save_for_backward(qk, keys, values, *strengths, *scores)
         ctx.on_keys = on_keys
         return q, key, value, beside, keys[:, tokens:].clone(), values[:, tokens:].clone()
