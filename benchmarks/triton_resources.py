@@ -36,6 +36,7 @@ from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.monomials import triton as monomials
 from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.norm_gate import triton as norm_gate
+from memzoo.kernels.retrieval import triton as retrieval
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -195,10 +196,23 @@ def features(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int 
 def written(
     dtype: torch.dtype, batch: int = 2, tokens: int = 1, heads: int = 12, head_dim: int = 64, window: int = 512
 ) -> None:
-    """Of one token in a window behind 16 persistent tokens; there are no others."""
+    """Of one token in a window behind 16 persistent tokens, and of one that brings two keys into a segment; there are
+    no others."""
     x, angle = meta(batch, 1, heads * head_dim, dtype=dtype), meta(batch, 1, head_dim, dtype=dtype)
-    keys = meta(batch, heads, 16 + window, head_dim, dtype=dtype)
-    kv_write.forward(x, x, x, angle, angle, keys, keys, meta(batch, dtype=torch.int64), 16)
+    keys, length = meta(batch, heads, 16 + window, head_dim, dtype=dtype), meta(batch, dtype=torch.int64)
+    for each in (1, 2):
+        given = meta(batch, each, heads * head_dim, dtype=dtype)
+        kv_write.forward(x, given, given, angle, angle, keys, keys, length, 16, each > 1)
+
+
+def recalled(dtype: torch.dtype, batch: int = 2, tokens: int = 1, heads: int = 16, head_dim: int = 48) -> None:
+    """Of a network, a gated one that opens block by block, and a matrix; one query each, there are no others."""
+    query, position = meta(batch, 1, heads, head_dim, dtype=dtype), meta(batch, dtype=torch.int64)
+    units = 4 * head_dim
+    for up, down, blocks in ((units, units, 1), (2 * units, units, 16), (0, head_dim, 1)):
+        first, second = meta(batch, heads, up, head_dim) if up else None, meta(batch, heads, head_dim, down)
+        options = 128, up > down, "gelu", True, [64 * block for block in range(blocks)], True
+        retrieval.forward(query, first, second, position, first, second, *options)
 
 
 OPS: dict[str, Callable[..., None]] = {
@@ -211,6 +225,7 @@ OPS: dict[str, Callable[..., None]] = {
     "gates": inner_gates,
     "monomials": features,
     "kv_write": written,
+    "retrieval": recalled,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}

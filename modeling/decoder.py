@@ -29,7 +29,7 @@ from transformers.utils.generic import can_return_tuple
 
 from memzoo.kernels.blocked import gated_product
 from memzoo.modeling.cache import MemoryCache
-from memzoo.modeling.mixers.attention import HeadRotaryEmbedding
+from memzoo.modeling.mixers.attention import HeadRotaryEmbedding, RotaryKey
 from memzoo.modeling.norms import RMSNorm
 from memzoo.modeling.sequences import Rows, layout
 
@@ -46,8 +46,8 @@ class Step(NamedTuple):
     """Real tokens per row, `[R]`; `None` when all are real."""
     added: Tensor
     """The same, never `None`."""
-    rotary: dict[int, tuple[Tensor, Tensor]]
-    """Cosines and sines of the tokens' positions, each `[R, L, D]`, by the width D of the heads that rotate."""
+    rotary: dict[RotaryKey, tuple[Tensor, Tensor]]
+    """Cosines and sines of the tokens' positions, each `[R, L, D]`, by the key of the embedding that gives them."""
     room: int | None = None
     """Tokens that a state holds, where it holds them all, from its first on; `None` for one that grows with them."""
 
@@ -59,7 +59,7 @@ class Step(NamedTuple):
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             added = (self.added - start).clamp(0, min(size, tokens - start))
-            rotary = {width: (cos[:, part], sin[:, part]) for width, (cos, sin) in self.rotary.items()}
+            rotary = {key: (cos[:, part], sin[:, part]) for key, (cos, sin) in self.rotary.items()}
             position = self.position + self.added.clamp(max=start)
             lengths = None if self.lengths is None else added
             pieces.append(self._replace(position=position, lengths=lengths, added=added, rotary=rotary))
@@ -77,7 +77,7 @@ class Mixer(nn.Module):
         super().__init__()
 
     def rotary_embedding(self) -> HeadRotaryEmbedding | None:
-        """The rotary embedding that the model shall evaluate, once for all layers with heads of this width."""
+        """The rotary embedding that the model shall evaluate, once for all layers of whose it has the key."""
         return None
 
 
@@ -269,15 +269,15 @@ class MemoryModel(MemoryPreTrainedModel):
             new_states.append(state)
         return [*seen, rows.scatter(self.norm(hidden))], new_states
 
-    def _rotary(self, rows: Rows, hidden: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    def _rotary(self, rows: Rows, hidden: Tensor) -> dict[RotaryKey, tuple[Tensor, Tensor]]:
         found = (layer.mixer.rotary_embedding() for layer in self.layers)  # type: ignore[union-attr, operator]
-        modules = {module.head_dim: module for module in found if module is not None}
+        modules = {module.key: module for module in found if module is not None}
         if not modules:
             return {}
         position = rows.position[:, None]
         if hidden.shape[1] > 1:
             position = position + torch.arange(hidden.shape[1], device=hidden.device)
-        return {width: module(hidden, position) for width, module in modules.items()}
+        return {key: module.of_tokens(hidden, position) for key, module in modules.items()}
 
     def _check_inputs(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, output_attentions: bool | None

@@ -15,13 +15,18 @@ from memzoo.modeling.decoder import Step
 class Part(NamedTuple):
     """New tokens that fall into one chunk of each row."""
 
-    start: Tensor
-    """Index of each row's first one among its new tokens, `[R]`."""
-    begun: Tensor
-    """Tokens that the chunk held before, `[R]`."""
+    size: int
+    """Tokens of a chunk."""
     step: Step
     columns: slice | Tensor
     """Where they are among the new tokens: the same slice in all rows, or indices `[R, L']`."""
+    whole: bool
+    """Whether the chunk is known to begin here in every row."""
+
+    @property
+    def begun(self) -> Tensor:
+        """Tokens that the chunk held before, `[R]`."""
+        return self.step.position % self.size
 
     @torch.compiler.disable  # indexing alone, by numbers that are other ones at every call
     def of(self, x: Tensor) -> Tensor:
@@ -31,21 +36,32 @@ class Part(NamedTuple):
         return x.gather(1, self.columns.view(*self.columns.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
+def parts_of(step: Step, tokens: int, size: int, *, fresh: bool = False) -> Iterator[Part]:
+    """The new tokens, cut where chunks end; each row has its own cuts. `fresh`: whether they are the first ones."""
+    if tokens == 1:  # whatever the rows' positions, which a device is not asked for
+        yield Part(size, step, slice(0, 1), whole=fresh and step.lengths is None)
+    elif fresh and step.lengths is None:
+        yield from _sliced(step, tokens, size, 0)
+    else:
+        yield from _cut(step, tokens, size)
+
+
+def _sliced(step: Step, tokens: int, size: int, first: int) -> Iterator[Part]:
+    """Parts of rows whose chunks all hold `first` tokens before."""
+    zero = torch.zeros_like(step.position)
+    for low, high in pairwise([0, *range(size - first, tokens, size), tokens]):
+        columns = slice(low, high)
+        rotary = {key: (cos[:, columns], sin[:, columns]) for key, (cos, sin) in step.rotary.items()}
+        part = step._replace(position=step.position + low, added=zero + (high - low), rotary=rotary)
+        yield Part(size, part, columns, whole=low > 0 or first == 0)
+
+
 @torch.compiler.disable
-def parts_of(step: Step, tokens: int, size: int) -> Iterator[Part]:
-    """The new tokens, cut where chunks end; each row has its own cuts."""
-    begun, zero = step.position % size, torch.zeros_like(step.position)
-    if tokens == 1 and step.lengths is None:  # whatever the rows' positions, which a device is not asked for
-        yield Part(zero, begun, step, slice(0, 1))
-        return
+def _cut(step: Step, tokens: int, size: int) -> Iterator[Part]:
+    """Parts of rows with a chunk each, about which the device is asked."""
+    begun = step.position % size
     if step.lengths is None and bool((begun == begun[0]).all()):
-        first = int(begun[0])
-        bounds = [0, *range(size - first, tokens, size), tokens]
-        for low, high in pairwise(bounds):
-            columns = slice(low, high)
-            rotary = {width: (cos[:, columns], sin[:, columns]) for width, (cos, sin) in step.rotary.items()}
-            part = step._replace(position=step.position + low, added=zero + (high - low), rotary=rotary)
-            yield Part(zero + low, begun if low == 0 else zero, part, columns)
+        yield from _sliced(step, tokens, size, int(begun[0]))
         return
     for index in range(max(1, -(-int((begun + step.added).max()) // size))):
         start = (index * size - begun).clamp(min=0)
@@ -53,10 +69,10 @@ def parts_of(step: Step, tokens: int, size: int) -> Iterator[Part]:
         start = torch.minimum(start, step.added)
         place = start[:, None] + torch.arange(max(1, int(added.max())), device=added.device)
         at = place.clamp(max=tokens - 1)
-        whole = Part(start, begun if index == 0 else zero, step, at)
-        rotary = {width: (whole.of(cos), whole.of(sin)) for width, (cos, sin) in step.rotary.items()}
-        part = step._replace(position=step.position + start, lengths=added, added=added, rotary=rotary)
-        yield whole._replace(step=part)
+        part = Part(size, step, at, whole=False)
+        rotary = {key: (part.of(cos), part.of(sin)) for key, (cos, sin) in step.rotary.items()}
+        position = step.position + start
+        yield part._replace(step=step._replace(position=position, lengths=added, added=added, rotary=rotary))
 
 
 def joined(parts: Sequence[Part], outputs: list[Tensor], like: Tensor) -> Tensor:
@@ -66,7 +82,7 @@ def joined(parts: Sequence[Part], outputs: list[Tensor], like: Tensor) -> Tensor
     joined = torch.zeros_like(like, dtype=outputs[0].dtype)
     place = torch.arange(like.shape[1], device=like.device)
     for part, output in zip(parts, outputs, strict=True):
-        joined = placed(place, part.start, part.step.added, output, joined)
+        joined = placed(place, part.columns[:, 0], part.step.added, output, joined)  # type: ignore[index]
     return joined
 
 

@@ -28,9 +28,9 @@ from memzoo.kernels.deep_memory import (
     OP as DEEP_MEMORY,
 )
 from memzoo.kernels.deep_memory.activations import ACTIVATION
-from memzoo.kernels.deep_memory.retrieval import retrieve
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.newton_schulz import newton_schulz
+from memzoo.kernels.retrieval import retrieve
 
 # Triton has no float64: tests/triton_parity.py.
 BACKENDS = [name for name in DEEP_MEMORY.names() if name != "triton"]
@@ -727,7 +727,7 @@ def test_gates_at_their_limits(backend: str) -> None:
     for a, b in zip(materialize(state)[0], args["state"].weights, strict=True):
         assert torch.equal(a, b)
     q = args["query"]
-    close(y, retrieve(q, args["state"].weights, args["state"].position), OP[torch.float64])
+    close(y, retrieve(q, args["state"].weights, args["state"].position)[0], OP[torch.float64])
     # Gradients stay finite where a gate is exactly 0 or 1.
     for limit in (zero, one):
         gates = [limit.clone().requires_grad_() for _ in range(2)]

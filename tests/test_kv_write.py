@@ -18,7 +18,13 @@ from memzoo.kernels.kv_write import kv_write, make_inputs
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"heads": 1, "groups": 1, "width": 2, "places": 1, "prefix": 0}, {"batch": 1, "places": 7, "lengths": (6,)}],
+    [
+        {},
+        {"heads": 1, "groups": 1, "width": 2, "places": 1, "prefix": 0},
+        {"batch": 1, "places": 7, "lengths": (6,)},
+        {"each": 3, "lengths": (0, 3, 9)},
+        {"each": 2, "places": 6, "lengths": (0, 4, 6), "restarts": True},
+    ],
     ids=str,
 )
 def test_torchs_form_is_that_of_the_equations(sizes: dict[str, Any], shared: bool) -> None:
@@ -42,7 +48,16 @@ def test_torchs_form_is_that_of_the_equations(sizes: dict[str, Any], shared: boo
     ("changes", "message"),
     [
         ({"prefix": 7}, r"keys: expected \[B, G, 7 \+ S, D\], got \(3, 2, 7, 6\)"),
-        ({"key": torch.zeros(3, 2, 12)}, r"key: expected \(3, 1, 12\), got \(3, 2, 12\)"),
+        ({"key": torch.zeros(3, 1, 11)}, r"key: expected \(3, 1, 12\), got \(3, 1, 11\)"),
+        ({"key": torch.zeros(3, 2, 12)}, r"value: expected \(3, 2, 12\), got \(3, 1, 12\)"),
+        (
+            {"key": torch.zeros(3, 6, 12), "value": torch.zeros(3, 6, 12)},
+            "keys of a token: expected from 1 to 5, got 6",
+        ),
+        (
+            {"key": torch.zeros(3, 2, 12), "value": torch.zeros(3, 2, 12), "restarts": True},
+            "keys of a segment: expected a multiple of 2, got 5",
+        ),
         ({"value": torch.zeros(3, 1, 6)}, r"value: expected \(3, 1, 12\)"),
         ({"query": torch.zeros(3, 1, 20)}, r"query: expected \[3, 1, H \* 6\], got \(3, 1, 20\)"),
         ({"rotary": (torch.zeros(3, 1, 6), torch.zeros(3, 1, 3))}, r"sines: expected \[3 or 1, 1, 6\], got"),

@@ -40,7 +40,7 @@ LAUNCHES = {
     "titans-mag-e1": 12,
     "atlas-lmm-e1": 11,
     "titans-lmm-e16": 8,
-    "titans-mac-e16": 80,
+    "titans-mac-e16": 17,
     "titans-mal-skip-e16": 17,
     "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,

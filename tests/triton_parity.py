@@ -22,6 +22,7 @@ from memzoo.kernels import delta_rule as delta
 from memzoo.kernels import kv_write as kv
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import monomials as mono
+from memzoo.kernels import retrieval
 from memzoo.kernels import short_conv as conv
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
@@ -40,6 +41,8 @@ from memzoo.kernels.newton_schulz import triton as newton_triton
 from memzoo.kernels.norm_gate import make_inputs as norm_inputs
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.norm_gate import triton as norm_triton
+from memzoo.kernels.retrieval import retrieve
+from memzoo.kernels.retrieval import triton as retrieval_triton
 from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.short_conv import triton as conv_triton
 
@@ -550,6 +553,8 @@ def test_monomials_as_torch_sees_them() -> None:
 KV_WRITE: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one": {"batch": 1, "heads": 1, "groups": 1, "width": 2, "places": 1, "prefix": 0, "lengths": (7,)},
+    "pairs": {"each": 2, "places": 8, "lengths": (0, 6, 8), "restarts": True},
+    "several": {"each": 3, "places": 4, "prefix": 0, "lengths": (0, 3, 9)},
     "odd": {"heads": 5, "groups": 5, "width": 22, "places": 9, "prefix": 0, "lengths": (8, 9)},
     "long": {"batch": 2, "width": 130, "places": 1500, "prefix": 3, "lengths": (1023, 4000)},
 }
@@ -582,6 +587,66 @@ def test_kv_write_as_torch_sees_it() -> None:
     query, key, value, rotary, *others = args.values()
     given = (query, key, value, *rotary, *others)
     found = torch.library.opcheck(kv_triton._written, given, test_utils=("test_schema", "test_faketensor"))
+    assert set(found.values()) == {"SUCCESS"}
+
+
+RETRIEVAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mlp": ({}, {"unit": True}),
+    "blocks": ({"heads": 3, "key_dim": 20, "value_dim": 17, "hidden": (70,), "blocks": 4, "position": (0, 2, 8)}, {}),
+    "gated": ({"gated": True, "hidden": (33,), "blocks": 2}, {"activation": "silu", "residual": False, "unit": True}),
+    "matrix": ({"hidden": (), "key_dim": 130, "value_dim": 100, "blocks": 3}, {"unit": True}),
+    "tanh": ({"batch": 1, "hidden": (300,), "position": (3,)}, {"activation": "tanh", "unit": True}),
+    "relu": ({"hidden": (8,), "position": (4, 4, 5)}, {"activation": "relu"}),
+    "approximate": ({"hidden": (8,), "position": (1, 2, 3)}, {"activation": "gelu_tanh"}),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("first", [False, True], ids=["", "first"])
+@pytest.mark.parametrize("case", RETRIEVAL)
+def test_retrieval(case: str, first: bool, dtype: torch.dtype) -> None:
+    """Of rows in which a segment starts and others; `first` has no past yet."""
+    sizes, options = RETRIEVAL[case]
+    args = retrieval.make_inputs(**sizes, dtype=dtype)
+    if first:
+        args["past"] = ()
+    found = []
+    with torch.no_grad():
+        for backend, wide in (("triton", False), ("reference", True)):
+            given = pytree.tree_map_only(Tensor, lambda x: x.clone(), args)
+            if wide:
+                given = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, given)
+            y, past = retrieve(**given, **options, backend=backend)
+            found.append((y, *past))
+            for got, want in zip(given["weights"], args["weights"], strict=True):
+                assert torch.equal(got, want.to(got))
+            shared = {x.untyped_storage().data_ptr() for x in given["weights"]}
+            assert not {x.untyped_storage().data_ptr() for x in past} & shared
+    for got, want in zip(*found, strict=True):
+        close(got.double(), want, OP[dtype])
+
+
+def test_retrieval_writes_over_nothing_that_a_graph_holds() -> None:
+    """Also several queries, which are torch's."""
+    args = retrieval.make_inputs(dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in args["past"]]
+    total = sum((x * x).sum() for x in leaves)
+    kept = [x.detach().clone() for x in leaves]
+    with torch.no_grad():
+        _, past = retrieve(**args, backend="triton")
+    assert not torch.equal(past[0], leaves[0])
+    for got, want in zip(torch.autograd.grad(total, leaves), kept, strict=True):
+        assert torch.equal(got, 2 * want)
+    args["query"] = args["query"].expand(-1, 3, -1, -1)
+    assert retrieve(**args, backend="triton")[0].requires_grad
+    with torch.no_grad(), pytest.raises(ValueError, match="reads memories of one or two layers, got 3"):
+        retrieve(**retrieval.make_inputs(hidden=(5, 8), dtype=torch.float32), backend="triton")
+
+
+def test_retrieval_as_torch_sees_it() -> None:
+    args = retrieval.make_inputs(dtype=torch.float32)
+    given = args["query"], *args["weights"], args["position"], *args["past"], 4, False, "gelu", True, [0], True
+    found = torch.library.opcheck(retrieval_triton._retrieved, given, test_utils=("test_schema", "test_faketensor"))
     assert set(found.values()) == {"SUCCESS"}
 
 

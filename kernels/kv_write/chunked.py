@@ -15,10 +15,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turned_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """A token's queries and keys `[B, 1, H D]`, turned together, `[B, H, 1, D]` each."""
-    both = rotated(torch.cat([query, key], dim=-1).view(len(query), -1, cos.shape[-1]), cos, sin)[:, :, None]
-    heads = query.shape[-1] // cos.shape[-1]
-    return both[:, :heads], both[:, heads:]
+    """A token's queries `[B, 1, H D]` and keys `[B, N, G D]`, turned together, `[B, H, 1, D]` and `[B, G, N, D]`."""
+    width, (rows, each, _) = cos.shape[-1], key.shape
+    both = torch.cat([query, key] if each == 1 else [query, key.view(rows, 1, -1)], dim=-1)
+    both = rotated(both.view(rows, -1, width), cos, sin)[:, :, None]
+    heads = query.shape[-1] // width
+    query, key = both[:, :heads], both[:, heads:]
+    return query, key if each == 1 else key.view(rows, each, -1, width).transpose(1, 2)
 
 
 def put(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, length: Tensor, prefix: int) -> None:
@@ -39,10 +42,13 @@ def kv_write(
     values: Tensor,
     length: Tensor,
     prefix: int,
+    restarts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `memzoo.kernels.kv_write.kv_write`."""
     batch, groups, rows, width = keys.shape
     query, key = turned_heads(query, key, *rotary)
-    put(keys, values, key, value.view(batch, groups, 1, width), length, prefix)
-    length = length + 1
+    if restarts:
+        length = length % (rows - prefix)
+    put(keys, values, key, value.view(batch, -1, groups, width).transpose(1, 2), length, prefix)
+    length = length + key.shape[2]
     return query, length, torch.arange(-prefix, rows - prefix, device=length.device) < length[:, None]

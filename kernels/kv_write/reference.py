@@ -15,6 +15,7 @@ def kv_write(
     values: Tensor,
     length: Tensor,
     prefix: int,
+    restarts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `memzoo.kernels.kv_write.kv_write`."""
     width, places = keys.shape[3], keys.shape[2] - prefix
@@ -26,10 +27,14 @@ def kv_write(
 
     exists = torch.zeros(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
     exists[:, :prefix] = True
-    queries = []
+    queries, counts = [], []
     for row, count in enumerate(length.tolist()):
+        count = 0 if restarts and count == places else count
         queries.append(turned(query[row, 0], row))
-        keys[row, :, prefix + count % places] = turned(key[row, 0], row).to(keys.dtype)
-        values[row, :, prefix + count % places] = value[row, 0].view(-1, width).to(values.dtype)
-        exists[row, prefix : prefix + min(count + 1, places)] = True
-    return torch.stack(queries)[:, :, None], length + 1, exists
+        for own_key, own_value in zip(key[row], value[row], strict=True):
+            keys[row, :, prefix + count % places] = turned(own_key, row).to(keys.dtype)
+            values[row, :, prefix + count % places] = own_value.view(-1, width).to(values.dtype)
+            count += 1
+        exists[row, prefix : prefix + min(count, places)] = True
+        counts.append(count)
+    return torch.stack(queries)[:, :, None], length.new_tensor(counts), exists

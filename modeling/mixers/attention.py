@@ -19,19 +19,31 @@ from memzoo.kernels.kv_write.chunked import put, rotated, turned_heads
 from memzoo.kernels.registry import cast, known, may_be, may_write
 from memzoo.modeling.norms import RMSNorm
 
+RotaryKey = tuple[int, int | None]
+"""Width of the heads, and tokens of a segment or `None`."""
+
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
     """Cosines and sines `[B, L, D]` of positions `[B, L]` for heads of width D, by the config's `rope_parameters`; the
     sines of the first half with the sign that `rotated` gives them.
 
-    Depends on the positions' differences only: tokens of a sequence stand at 0, 1, ..., what precedes all of them at
-    negative positions.
+    Depends on the positions' differences only: tokens of a sequence, or of a segment of it, stand at 0, 1, ..., what
+    precedes all of them at negative positions.
     """
 
-    def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
+    def __init__(self, config: PreTrainedConfig, head_dim: int, segment: int | None = None) -> None:
         rope, longest = config.rope_parameters, config.max_position_embeddings
         super().__init__(LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=longest))
-        self.head_dim = head_dim
+        self.head_dim, self.segment = head_dim, segment
+
+    @property
+    def key(self) -> RotaryKey:
+        """What tells it from the others of a model."""
+        return self.head_dim, self.segment
+
+    def of_tokens(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a sequence's tokens `[B, L]`, counted from 0."""
+        return self(x, position if self.segment is None else position % self.segment)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         rate = self.inv_freq.to(x.device, torch.float32)
@@ -71,18 +83,25 @@ class CausalAttention(nn.Module):
         config: gives widths, rotary embedding, dropout and the attention implementation.
         window: own keys that a token sees, itself included; `None` for all since the state was empty.
         prefix: tokens that every token sees.
-        most: own keys that there can be, where there is no window; `None` for any number.
+        segment: where there is no window, tokens after which the attention starts anew; `None` for never.
+        each: own keys that a token brings, at one position; the last of them asks. 1 where there is a window.
     """
 
     is_causal = True
 
     def __init__(
-        self, config: PreTrainedConfig, window: int | None, *, prefix: int = 0, most: int | None = None
+        self,
+        config: PreTrainedConfig,
+        window: int | None,
+        *,
+        prefix: int = 0,
+        segment: int | None = None,
+        each: int = 1,
     ) -> None:
         super().__init__()
         self.config, self.backend = config, config.kernel_backend
-        self.window, self.prefix = window, prefix
-        self.places = most if window is None else window
+        self.window, self.prefix, self.segment, self.each = window, prefix, segment, each
+        self.places = window if segment is None else each * segment
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.scaling = self.head_dim**-0.5
         self.num_key_value_groups = self.heads // config.num_key_value_heads
@@ -93,7 +112,7 @@ class CausalAttention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
         )
-        self.rotary = HeadRotaryEmbedding(config, self.head_dim)
+        self.rotary = HeadRotaryEmbedding(config, self.head_dim, segment)
 
     def forward(
         self,
@@ -110,39 +129,52 @@ class CausalAttention(nn.Module):
         them sees. The old state stays valid, but two texts must not go on from it.
 
         Args:
-            x: new tokens `[B, L, D_model]`, right-padded.
+            x: what L new tokens bring, `[B, each L, D_model]`, right-padded; all of one segment where there are any.
             rotary: cosines and sines of their positions, each `[B, L, D]`, as `self.rotary` gives them.
             added: real tokens per row, `[B]`; `None` when all are.
             state: carried keys, or `None` at the start.
             prefix: the P tokens that every token sees, `[P, D_model]`, at positions `-P` to -1; looked at where there
                 is no state, which keeps them.
-            room: places for own keys where neither a window nor `most` says how many; `None` for as many as there are,
-                with which the state grows.
+            room: places for own keys where neither a window nor a segment says how many; `None` for as many as there
+                are, with which the state grows.
 
         Returns:
             `[B, L, H D]` and the new state.
         """
-        q, k = self._projected(x, self.q_proj, self.q_norm), self._projected(x, self.k_proj, self.k_norm)
-        v, places, implementation = self.v_proj(x), self.places or room, self.config._attn_implementation
+        k, v, places = self._projected(x, self.k_proj, self.k_norm), self.v_proj(x), self.places or room
+        implementation = self.config._attn_implementation
         if state is not None and places is not None and added is None and self._may_write(state, k):
+            alone = x.shape[1] == self.each > 1
+            q = self._projected(x[:, -1] if alone else x, self.q_proj, self.q_norm)
+            q = q[:, None] if alone else q
             return self._in_place(q, k, v, rotary, state, places, implementation)
-        q, k, v = self._heads_of(q, k, v, *rotary)
+        q, k, v = self._heads_of(self._projected(x, self.q_proj, self.q_norm), k, v, *rotary)
         fresh = state is None
-        state = self._begin(k, prefix) if state is None else state
+        state = self._begin(k, prefix) if state is None else state._replace(length=self._begun(state.length))
         carried = state if fresh or places is None else self._in_order(state, places)
         keys, values = torch.cat([carried.keys, k], dim=2), torch.cat([carried.values, v], dim=2)
-        y = self._attend(q, keys, values, carried.length, implementation)
+        y = self._asked(self._attend(q, keys, values, carried.length, implementation))
+        added = added if added is None else self.each * added
         return y, self._carry(keys, values, x.shape[1], added, state.length, places, fresh)
 
+    def _asked(self, y: Tensor) -> Tensor:
+        """Of all read-outs `[B, each L, H D]` those that are asked for."""
+        return y[:, self.each - 1 :: self.each] if self.each > 1 else y
+
+    def _begun(self, length: Tensor) -> Tensor:
+        """Own keys before the next one: none where a segment is full."""
+        return length if self.segment is None else length % (self.each * self.segment)
+
     def _heads_of(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys with the rotary embedding and values, from `[B, L, H D]` to `[B, H, L, D]` each; of a single
-        token, which is bound by the number of torch calls, with few."""
-        if q.shape[1] > 1:
-            q, k, v = (self._heads(x) for x in (q, k, v))
-            cos, sin = cos[:, None], sin[:, None]
-            return rotated(q, cos, sin), rotated(k, cos, sin), v
-        q, k = turned_heads(q, k, cos, sin)
-        return q, k, v.view(v.shape[0], -1, 1, self.head_dim)
+        """Queries and keys with the rotary embedding and values, from `[B, each L, H D]` to `[B, H, each L, D]` each;
+        of a single query, which is bound by the number of torch calls, with few."""
+        if q.shape[1] == 1:
+            return *turned_heads(q, k, cos, sin), v.view(*v.shape[:2], -1, self.head_dim).transpose(1, 2)
+        if self.each > 1:
+            cos, sin = (x.repeat_interleave(self.each, dim=1) for x in (cos, sin))
+        q, k, v = (self._heads(x) for x in (q, k, v))
+        cos, sin = cos[:, None], sin[:, None]
+        return rotated(q, cos, sin), rotated(k, cos, sin), v
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -167,8 +199,8 @@ class CausalAttention(nn.Module):
         return KeyValueState(prefix_k, prefix_v, length)
 
     def _may_write(self, state: KeyValueState, k: Tensor) -> bool:
-        """Whether new keys `k` `[B, L, G D]` and their values may be written into the state: not into what a graph or
-        another row needs, nor over a key that an earlier one of the new tokens sees."""
+        """Whether new keys `k` `[B, each L, G D]` and their values may be written into the state: not into what a graph
+        or another row needs, nor over a key that an earlier one of the new tokens sees."""
         (keys, values, _), none_lost = state, k.shape[1] == 1 or self.window is None
         in_graph = torch.is_grad_enabled() or keys.requires_grad or values.requires_grad
         return none_lost and not in_graph and keys.dtype == k.dtype and keys.is_contiguous() and may_write(keys)
@@ -184,24 +216,28 @@ class CausalAttention(nn.Module):
         implementation: str,
     ) -> tuple[Tensor, KeyValueState]:
         """Attend from new tokens, every one real, that take their places in the state first."""
-        (keys, values, length), tokens, exists = state, k.shape[1], None
+        (keys, values, length), queries, tokens, exists = state, q.shape[1], k.shape[1], None
         lengths = known(length) if self.backend in ("auto", "chunked") else None
-        if tokens == 1 and lengths is None:
-            q, now, exists = kv_write(q, k, v, rotary, keys, values, length, prefix=self.prefix, backend=self.backend)
-            missing, filled = self._may_miss(length, places - 1, implementation), places
+        if tokens == self.each and lengths is None:
+            given, restarts = (q, k, v, rotary, keys, values, length), self.segment is not None
+            q, now, exists = kv_write(*given, prefix=self.prefix, restarts=restarts, backend=self.backend)
+            missing, filled = self._may_miss(now, places, implementation), places
         else:
+            if self.segment is not None:
+                length = self._begun(length)
+                lengths = None if lengths is None else [n % places for n in lengths]
             q, k, v = self._heads_of(q, k, v, *rotary)
             self._write(keys, values, k, v, length, lengths, places)
             now, filled = length + tokens, places
             if lengths is not None and max(lengths) + tokens < places:
                 filled = max(lengths) + tokens
                 keys, values = (x.narrow(2, 0, self.prefix + filled) for x in (keys, values))
-            missing = tokens > 1 or lengths is None or min(lengths) < filled - 1
+            missing = queries > 1 or lengths is None or min(lengths) + tokens < filled
             if missing:
                 exists = torch.arange(-self.prefix, filled, device=k.device) < now[:, None]
-        sees = partial(_up_to, now, self.prefix, tokens) if missing else None
-        y = self._interface(q, keys, values, implementation, sees, exists)
-        return y.flatten(2), state._replace(length=now)
+        sees = partial(_up_to, now, self.prefix, queries) if missing else None
+        y = self._interface(q, keys, values, implementation, sees, exists).flatten(2)
+        return (y if queries == 1 else self._asked(y)), state._replace(length=now)
 
     def _write(
         self,

@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from memzoo.kernels.deep_memory import DeepMemoryState, Muon, deep_memory, initial_state
-from memzoo.kernels.deep_memory.retrieval import retrieve
 from memzoo.kernels.gates import Gate, gates
 from memzoo.kernels.registry import cast
+from memzoo.kernels.retrieval import retrieve
 from memzoo.kernels.short_conv import Vectors, short_conv
 from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
-from memzoo.modeling.mixers.features import feature_map
+from memzoo.modeling.mixers.features import FeatureMap, feature_map
 
 
 class MemoryState(NamedTuple):
@@ -224,22 +224,31 @@ class DeepMemory(nn.Module):
             halo=self.halo,
         )
 
-    def contents(self, state: MemoryState) -> tuple[Tensor, ...]:
-        """`M_t` at a chunk's start."""
-        return state.memory.weights
-
-    def retrieve(self, x: Tensor, weights: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
-        """`M(q)` for `q = x query`, read at fixed `weights` without writing, `[B, L, D]` to `[B, L, D]`."""
-        q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
-        y = retrieve(
-            self.features(unit_length(q)),
-            weights,
+    def recall(
+        self,
+        x: Tensor,
+        state: MemoryState,
+        past: tuple[Tensor, ...],
+        position: Tensor,
+        segment: int,
+        query: nn.Linear,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`M(q)` for `q = x query`, read without writing, at the weights of the chunk in which the segment started."""
+        q = query(x).unflatten(-1, (self.heads, -1))
+        dtype, unit = q.dtype, type(self.features) is FeatureMap
+        y, past = retrieve(
+            q if unit else self.features(unit_length(F.silu(q))),
+            state.memory.weights,
             position,
+            past=past,
+            segment=segment,
             activation=self.activation,
             residual=self.residual,
             unlock=self.schedule.unlock,
+            unit=unit,
+            backend=self.backend,
         )
-        return y.flatten(2).to(q.dtype)
+        return cast(y.flatten(2), dtype), past
 
     def _read(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, chunk_size: int, unlock: tuple[int, ...]

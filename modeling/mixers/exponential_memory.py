@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from memzoo.kernels import deep_exponential_memory, exponential_memory
 from memzoo.kernels.gates import Gate
 from memzoo.kernels.registry import cast
+from memzoo.kernels.retrieval import kept
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors
 from memzoo.kernels.unit_length import unit_length
@@ -83,14 +84,21 @@ class ExponentialMemory(nn.Module):
         state = pytree.tree_map(lambda s: s.expand(batch, *s.shape[1:]), state)
         return y[0], state._replace(memory=state.memory._replace(position=memory.position))
 
-    def contents(self, state: MemoryState) -> tuple[Tensor, ...]:
-        """All keys, what is written at them, and the weights if there are any."""
-        return tuple(state.memory)[: len(state.memory._fields) - 2]
-
-    def retrieve(self, x: Tensor, contents: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
-        """`M phi(q)` for `q = x query`, without writing, `[B, L, D]` to `[B, L, H V]`."""
+    def recall(
+        self,
+        x: Tensor,
+        state: MemoryState,
+        past: tuple[Tensor, ...],
+        position: Tensor,
+        segment: int,
+        query: nn.Linear,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`M phi(q)` for `q = x query`, without writing, with what the memory held where the segment started: all keys,
+        what is written at them, and the weights if there are any."""
+        contents = tuple(state.memory)[: len(state.memory._fields) - 2]
+        past = _past(contents, past, position % segment == 0) if past else kept(contents)
         q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
-        return cast(self._answer(unit_length(q), contents).flatten(2), q.dtype)
+        return cast(self._answer(unit_length(q), past).flatten(2), q.dtype), past
 
     def _initial(self, batch: int, like: Tensor) -> Any:
         """The empty memory of `batch` rows, in the dtype and on the device of `like`."""
@@ -225,6 +233,17 @@ class DeepExponentialMemory(ExponentialMemory):
             grows=grows,
             backend=self.backend,
         )
+
+
+def _past(contents: tuple[Tensor, ...], past: tuple[Tensor, ...], starts: Tensor) -> tuple[Tensor, ...]:
+    """The contents in the rows `starts` `[B]`, the past in others, each `[B, H, N, ...]`; zeros, which stand for no
+    token, lead that of fewer N."""
+    found = []
+    for new, old in zip(contents, past, strict=True):
+        count = max(new.shape[2], old.shape[2])
+        new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, count - x.shape[2], 0)) for x in (new, old))
+        found.append(torch.where(starts[:, None, None, None], new, old))
+    return tuple(found)
 
 
 def exponential_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:

@@ -230,7 +230,7 @@ class Retention(MatrixMemory):
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        cos, sin = (x[:, :, None, None] for x in step.rotary[self.key_dim])
+        cos, sin = (x[:, :, None, None] for x in step.rotary[self.rotary.key])
         q, k = rotated(qk, cos, sin).unbind(2)
         (k,), v = self.opened(step, [k], v)
         log_retention = constant(self.log_retention, state.memory, state.memory.dtype)
@@ -504,7 +504,7 @@ class AttentionMixer(Mixer):
         return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
-        y, state = self.attention(x, step.rotary[self.attention.head_dim], step.lengths, state, room=step.room)
+        y, state = self.attention(x, step.rotary[self.attention.rotary.key], step.lengths, state, room=step.room)
         return self.o_proj(y), state
 
 

@@ -7,17 +7,18 @@ The memory is any module that
   state after them, of `batch` rows in the dtype of `like`, with room for so many tokens if it holds them all;
 - reads: `memory(x, state, lengths, room)` gives read-outs `[R, L, H V]` and the new state, which has grown only where
   `room` is `None`;
-- for `mac`, answers without reading: `contents(state)`, a tuple of tensors `[R, H, ...]`, is what it holds, and
-  `retrieve(x, contents, position, query)` what that says at the queries `x query`.
+- for `mac`, answers without reading: `recall(x, state, past, position, segment, query)` gives what the memory held at
+  the start of the running segment says at the queries `x query`, `[R, L, H V]`, and that past, a tuple of tensors
+  `[R, H, ...]`, for the next call; an empty one starts a segment, and so does, in its row, a `position` `[R]` that is a
+  multiple of `segment`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
@@ -28,10 +29,11 @@ from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
 from memzoo.modeling.mixers.deep_memory import DeepMemory, MemoryState
 from memzoo.modeling.mixers.matrix_memory import FusedRMSNorm, gating
+from memzoo.modeling.parts import joined, parts_of
 
 MakeMemory = Callable[[PreTrainedConfig], Any]
-"""Makes a memory: a module with what `DeepMemory` shows, `heads`, `key_dim`, `value_dim`, `begin`, `contents`,
-`retrieve` and `forward`."""
+"""Makes a memory: a module with what `DeepMemory` shows, `heads`, `key_dim`, `value_dim`, `begin`, `recall` and
+`forward`."""
 
 
 class PersistentTokens(nn.Module):
@@ -143,7 +145,7 @@ class MAG(Wiring):
             _, memory_state = self.memory.begin(x.shape[0], x, persistent, step.room)
         else:
             memory_state, window = state
-        rotary = step.rotary[self.attention.head_dim]
+        rotary = step.rotary[self.attention.rotary.key]
         y, window = self.attention(x, rotary, step.lengths, window, persistent, step.room)
         m, memory_state = self.memory(x, memory_state, step.lengths, step.room)
         return self.output(y, m), BranchState(memory_state, window)
@@ -170,7 +172,7 @@ class MAL(Wiring):
         persistent = self.persistent()
         memory_state, window = self._begin(x, persistent, step.room) if state is None else state
         m, memory_state = self.memory(x, memory_state, step.lengths, step.room)
-        rotary, room = step.rotary[self.attention.head_dim], self._room(step.room, persistent)
+        rotary, room = step.rotary[self.attention.rotary.key], self._room(step.room, persistent)
         y, window = self.attention(self._remembered(m, x), rotary, step.lengths, window, room=room)
         return self.o_proj(y), BranchState(memory_state, window)
 
@@ -219,10 +221,12 @@ class MAC(Wiring):
         super().__init__(config, layer_idx, memory)
         self.segment_size = config.segment_size
         self.query_proj = nn.Linear(config.hidden_size, self.memory.heads * self.memory.key_dim, bias=False)
-        self.attention = CausalAttention(
-            config, window=None, prefix=config.num_persistent_tokens, most=2 * config.segment_size
-        )
+        prefix, segment = config.num_persistent_tokens, config.segment_size
+        self.attention = CausalAttention(config, window=None, prefix=prefix, segment=segment, each=2)
         self.output = BranchGate(config)
+
+    def rotary_embedding(self) -> HeadRotaryEmbedding:
+        return self.attention.rotary
 
     def forward(self, x: Tensor, step: Step, state: ContextState | None) -> tuple[Tensor, ContextState]:
         persistent = self.persistent()
@@ -232,99 +236,19 @@ class MAC(Wiring):
             _, memory = self.memory.begin(x.shape[0], x, room=step.room)
         else:
             memory, window, past = state
-        outputs = []
-        for part in self._parts(x, step, fresh=state is None):
-            if part.whole or window is None:
-                window, past = None, self._contents(memory)
-            else:
-                starts = (part.begun == 0) & (part.added > 0)
-                window = window._replace(length=torch.where(starts, 0, window.length))
-                past = tuple(
-                    _of_rows(starts, new, old) for new, old in zip(self.memory.contents(memory), past, strict=True)
-                )
-            read = self.memory.retrieve(part.x, past, step.position + part.first, self.query_proj)
-            pairs = torch.stack([read, part.x], dim=2).flatten(1, 2)
-            place = part.begun[:, None] + torch.arange(part.x.shape[1], device=x.device)
-            rotary = self.attention.rotary(pairs, place.repeat_interleave(2, dim=1))
-            added = None if part.lengths is None else 2 * part.lengths
-            y, window = self.attention(pairs, rotary, added, window, persistent)
-            y = y[:, 1::2]
-            m, memory = self.memory(y, memory, part.lengths, step.room)
+        parts, outputs = list(parts_of(step, x.shape[1], self.segment_size, fresh=state is None)), []
+        for part in parts:
+            own, now = part.of(x), part.step
+            if part.whole:
+                window, past = None, ()
+            read, past = self.memory.recall(own, memory, past, now.position, self.segment_size, self.query_proj)
+            pairs = torch.stack([read, own], dim=2).flatten(1, 2)
+            rotary = now.rotary[self.attention.rotary.key]
+            y, window = self.attention(pairs, rotary, now.lengths, window, persistent)
+            m, memory = self.memory(y, memory, now.lengths, step.room)
             outputs.append(self.output(y, m))
         assert window is not None
-        return self._joined(x, step, outputs, fresh=state is None), ContextState(memory, window, past)
-
-    def _contents(self, memory: Any) -> tuple[Tensor, ...]:
-        """What the memory holds, and goes on holding: without gradients a token may be written over it."""
-        contents = self.memory.contents(memory)
-        return contents if torch.is_grad_enabled() else tuple(each.clone() for each in contents)
-
-    def _bounds(self, step: Step) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Tokens of the running segment per row, and the bounds of the new tokens that fall into each segment."""
-        begun = step.position % self.segment_size
-        count = -(-int((begun + step.added).max()) // self.segment_size)
-        bounds = []
-        for index in range(max(1, count)):
-            first = (index * self.segment_size - begun).clamp(min=0)
-            last = torch.minimum(step.added, (index + 1) * self.segment_size - begun)
-            bounds.append((first, torch.maximum(first, last)))
-        return begun, bounds
-
-    def _parts(self, x: Tensor, step: Step, fresh: bool) -> Iterator[SegmentPart]:
-        """The new tokens, cut where segments end; each row has its own cuts."""
-        tokens, size = x.shape[1], self.segment_size
-        zero = torch.zeros_like(step.position)
-        if fresh and step.lengths is None:
-            for first in range(0, tokens, size):
-                part = x[:, first : first + size]
-                yield SegmentPart(part, zero + first, zero, zero + part.shape[1], None, whole=True)
-        elif tokens == 1:
-            yield SegmentPart(x, zero, step.position % size, step.added, step.lengths, whole=False)
-        else:
-            begun, bounds = self._bounds(step)
-            for index, (start, stop) in enumerate(bounds):
-                added = stop - start
-                place = start[:, None] + torch.arange(max(1, int(added.max())), device=x.device)
-                part = x.gather(1, place.clamp(max=tokens - 1)[..., None].expand(-1, -1, x.shape[2]))
-                yield SegmentPart(part, start, begun if index == 0 else zero, added, added, whole=False)
-
-    def _joined(self, x: Tensor, step: Step, outputs: list[Tensor], fresh: bool) -> Tensor:
-        """The parts' outputs in the order of `x`."""
-        if (fresh and step.lengths is None) or x.shape[1] == 1:
-            return torch.cat(outputs, dim=1)
-        joined = torch.zeros_like(outputs[0][:, :1]).expand(-1, x.shape[1], -1)
-        place = torch.arange(x.shape[1], device=x.device)
-        for (start, stop), part in zip(self._bounds(step)[1], outputs, strict=True):
-            inside = (place >= start[:, None]) & (place < stop[:, None])
-            index = (place - start[:, None]).clamp(0, part.shape[1] - 1)
-            joined = torch.where(
-                inside[..., None], part.gather(1, index[..., None].expand(-1, -1, part.shape[2])), joined
-            )
-        return joined
-
-
-def _of_rows(at: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` in the rows `at` `[R]`, `old` in the others, both `[R, H, N, ...]`; that of fewer N is led by zeros."""
-    count = max(new.shape[2], old.shape[2])
-    new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, count - x.shape[2], 0)) for x in (new, old))
-    return torch.where(at[:, None, None, None], new, old)
-
-
-class SegmentPart(NamedTuple):
-    """New tokens that fall into one segment of each row."""
-
-    x: Tensor
-    """`[R, L', D]`, right-padded."""
-    first: Tensor
-    """Index of each row's first one among its new tokens, `[R]`."""
-    begun: Tensor
-    """Tokens that the segment held before, `[R]`."""
-    added: Tensor
-    """How many they are, `[R]`."""
-    lengths: Tensor | None
-    """The same, or `None` when all L' are real."""
-    whole: bool
-    """Whether every row starts the segment here."""
+        return joined(parts, outputs, x), ContextState(memory, window, past)
 
 
 WIRINGS: dict[str, type[Wiring]] = {"lmm": LMM, "mac": MAC, "mag": MAG, "mal": MAL}
