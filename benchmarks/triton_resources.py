@@ -36,7 +36,9 @@ from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.monomials import triton as monomials
 from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.norm_gate import triton as norm_gate
+from memzoo.kernels.opened import triton as opened
 from memzoo.kernels.retrieval import triton as retrieval
+from memzoo.kernels.rotary import triton as rotary
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -215,6 +217,21 @@ def recalled(dtype: torch.dtype, batch: int = 2, tokens: int = 1, heads: int = 1
         retrieval.forward(query, first, second, position, first, second, *options)
 
 
+def turned(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 12, head_dim: int = 64) -> None:
+    """By angles of each row and of all rows, there and back."""
+    x = meta(batch, tokens, heads, head_dim, dtype=dtype)
+    for rows, back in ((batch, False), (1, False), (batch, True), (1, True)):
+        angle = meta(rows, tokens, head_dim, dtype=dtype)
+        rotary.turned(x, angle, angle, back)
+
+
+def open_to(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, key_dim: int = 48) -> None:
+    """Keys by their coordinates, and values by heads."""
+    x, position = meta(batch, tokens, heads, key_dim, dtype=dtype), meta(batch, dtype=torch.int64)
+    for axis in (2, 3):
+        opened.forward(x, position, 16, 128, axis)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -226,6 +243,8 @@ OPS: dict[str, Callable[..., None]] = {
     "monomials": features,
     "kv_write": written,
     "retrieval": recalled,
+    "rotary": turned,
+    "opened": open_to,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}

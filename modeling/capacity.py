@@ -17,7 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from memzoo.kernels.deep_memory import block_of_unit
+from memzoo.kernels.opened import opened
+from memzoo.kernels.opened.chunked import is_open
 
 
 @dataclass(frozen=True)
@@ -59,5 +60,11 @@ class CapacitySchedule:
 
     def is_open(self, units: int, position: Tensor, tokens: int) -> Tensor:
         """Which of `units` each of the `tokens` after `position` `[B]` sees, `[B, T, units]`, bool."""
-        token = position[:, None] + torch.arange(1, 1 + tokens, device=position.device)
-        return block_of_unit(units, self.blocks, position.device) < self.open_blocks(token)[..., None]
+        return is_open(position, tokens, units, self.blocks, self.interval)
+
+    def opened(self, x: Tensor, position: Tensor, *, axis: int, backend: str) -> Tensor:
+        """`x` `[B, T, ...]` of the tokens after `position` `[B]`, with 0 in what they do not see of the units along
+        `axis`."""
+        if self.blocks == 1:
+            return x
+        return opened(x, position, blocks=self.blocks, interval=self.interval, axis=axis, backend=backend)

@@ -327,7 +327,7 @@ def watch(layer: matrix_memory.MatrixMemory, seen: dict[str, Any]) -> None:
 def step(layer: matrix_memory.MatrixMemory, tokens: int) -> Step:
     rotary = {}
     if (embedding := layer.rotary_embedding()) is not None:
-        rotary[embedding.head_dim] = embedding(torch.ones(1, dtype=torch.float64), torch.arange(tokens)[None])
+        rotary[embedding.key] = embedding(torch.ones(1, dtype=torch.float64), torch.arange(tokens)[None])
     return Step(torch.zeros(1, dtype=torch.int64), None, torch.full((1,), tokens), rotary)
 
 

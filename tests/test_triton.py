@@ -44,9 +44,11 @@ OPS = [
     "monomials",
     "kv_write",
     "retrieval",
+    "rotary",
+    "opened",
 ]
 # No products, or products of float32 numbers.
-WITHOUT_TENSOR_CORES = ("short_conv", "newton_schulz", "norm_gate", "gates", "monomials", "kv_write", "retrieval")
+WITHOUT_TENSOR_CORES = tuple(op for op in OPS if op not in ("linear_attention", "delta_rule", "deep_memory"))
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )

@@ -41,8 +41,14 @@ from memzoo.kernels.newton_schulz import triton as newton_triton
 from memzoo.kernels.norm_gate import make_inputs as norm_inputs
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.norm_gate import triton as norm_triton
+from memzoo.kernels.opened import make_inputs as opened_inputs
+from memzoo.kernels.opened import opened
+from memzoo.kernels.opened import triton as opened_triton
 from memzoo.kernels.retrieval import retrieve
 from memzoo.kernels.retrieval import triton as retrieval_triton
+from memzoo.kernels.rotary import make_inputs as rotary_inputs
+from memzoo.kernels.rotary import rotary
+from memzoo.kernels.rotary import triton as rotary_triton
 from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.short_conv import triton as conv_triton
 
@@ -370,7 +376,17 @@ def test_model_benchmark_checks_what_it_would_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["titans-lmm-e1", "titans-mag-e16", "retnet-e1", "swla-e1", "deltanet-e1", "gated_deltanet-e1", "comba-e1"]
+    "name",
+    [
+        "titans-lmm-e1",
+        "titans-mag-e16",
+        "titans-mac-e16",
+        "retnet-e1",
+        "swla-e1",
+        "deltanet-e1",
+        "gated_deltanet-e1",
+        "comba-e1",
+    ],
 )
 def test_model(name: str) -> None:
     """Of one block: prefill in two pieces and decoding with Triton are one pass with torch; so are the gradients."""
@@ -648,6 +664,44 @@ def test_retrieval_as_torch_sees_it() -> None:
     given = args["query"], *args["weights"], args["position"], *args["past"], 4, False, "gelu", True, [0], True
     found = torch.library.opcheck(retrieval_triton._retrieved, given, test_utils=("test_schema", "test_faketensor"))
     assert set(found.values()) == {"SUCCESS"}
+
+
+ELEMENTWISE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "rotary": (rotary, rotary_inputs, {"batch": 3, "tokens": 11}),
+    "rotary-shared": (rotary, rotary_inputs, {"shared": True, "inner": (5,), "width": 130}),
+    "rotary-plain": (rotary, rotary_inputs, {"batch": 1, "tokens": 1, "inner": (), "width": 2}),
+    "opened": (opened, opened_inputs, {}),
+    "opened-heads": (opened, opened_inputs, {"shape": (5, 30), "axis": 2, "blocks": 4, "tokens": 20}),
+    "opened-last": (opened, opened_inputs, {"shape": (5, 3, 7), "blocks": 7, "interval": 9, "position": (1, 60)}),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("case", ELEMENTWISE)
+def test_elementwise(case: str, dtype: torch.dtype) -> None:
+    """Also of strided vectors, and the gradient."""
+    rule, made, sizes = ELEMENTWISE[case]
+    args = made(**sizes, dtype=dtype)
+    found = []
+    for backend, wide in (("triton", False), ("reference", True)):
+        given = {n: x.double() if wide and isinstance(x, Tensor) and n != "position" else x for n, x in args.items()}
+        x = torch.cat([given["x"], given["x"]], dim=1).requires_grad_()
+        y = rule(**{**given, "x": x[:, : x.shape[1] // 2]}, backend=backend)
+        slope = torch.linspace(-1, 2, y.numel()).view_as(y).to(dtype).to(y.dtype)
+        found.append((y, *torch.autograd.grad(y, x, slope)))
+    for got, want in zip(*found, strict=True):
+        close(got.double(), want, OP[dtype])
+
+
+def test_elementwise_as_torch_sees_it() -> None:
+    given: dict[Any, tuple[Any, ...]] = {
+        rotary_triton._turned: (*rotary_inputs(dtype=torch.float32).values(), False),
+        opened_triton._opened: (*list(opened_inputs(dtype=torch.float32).values())[:-1], 3),
+    }
+    for rule, args in given.items():
+        args[0].requires_grad_()
+        found = torch.library.opcheck(rule, args)
+        assert set(found.values()) == {"SUCCESS"}
 
 
 NORM_GATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

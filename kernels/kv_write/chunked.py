@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from memzoo.kernels.registry import cast
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`[..., D]` turned by angles of which the first half of the sines are negative: coordinates j and j + D / 2 are a
-    plane's."""
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
+from memzoo.kernels.rotary.chunked import rotated
 
 
 def turned_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

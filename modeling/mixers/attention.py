@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager
 from transformers.utils.generic import is_flash_attention_requested
 
 from memzoo.kernels.kv_write import kv_write
-from memzoo.kernels.kv_write.chunked import put, rotated, turned_heads
+from memzoo.kernels.kv_write.chunked import put, turned_heads
 from memzoo.kernels.registry import cast, known, may_be, may_write
+from memzoo.kernels.rotary import rotary
 from memzoo.modeling.norms import RMSNorm
 
 RotaryKey = tuple[int, int | None]
@@ -172,9 +173,11 @@ class CausalAttention(nn.Module):
             return *turned_heads(q, k, cos, sin), v.view(*v.shape[:2], -1, self.head_dim).transpose(1, 2)
         if self.each > 1:
             cos, sin = (x.repeat_interleave(self.each, dim=1) for x in (cos, sin))
-        q, k, v = (self._heads(x) for x in (q, k, v))
-        cos, sin = cos[:, None], sin[:, None]
-        return rotated(q, cos, sin), rotated(k, cos, sin), v
+        return self._turned(q, cos, sin), self._turned(k, cos, sin), self._heads(v)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads `[B, H, L, D]` of `[B, L, H D]`, with the rotary embedding."""
+        return rotary(x.unflatten(-1, (-1, self.head_dim)), cos, sin, backend=self.backend).transpose(1, 2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -191,9 +194,8 @@ class CausalAttention(nn.Module):
             return KeyValueState(none, none, length)
         assert prefix is not None
         places = torch.arange(-self.prefix, 0, device=k.device)[None]
-        prefix_k = self._heads(self._projected(prefix[None], self.k_proj, self.k_norm))
-        cos, sin = self.rotary(prefix, places)
-        prefix_k = rotated(prefix_k, cos[:, None], sin[:, None])
+        prefix_k = self._projected(prefix[None], self.k_proj, self.k_norm)
+        prefix_k = self._turned(prefix_k, *self.rotary(prefix, places))
         prefix_v = self._heads(self.v_proj(prefix[None]))
         prefix_k, prefix_v = (x.to(k.dtype).expand(k.shape[0], -1, -1, -1) for x in (prefix_k, prefix_v))
         return KeyValueState(prefix_k, prefix_v, length)

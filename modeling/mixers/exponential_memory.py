@@ -182,11 +182,7 @@ class ExponentialMemory(nn.Module):
 
     def _opened(self, v: Tensor, position: Tensor, schedule: CapacitySchedule) -> Tensor:
         """Values `[B, L, H, V]` with 0 where a token sees no open block."""
-        if schedule.blocks == 1:
-            return v
-        is_head = self.axis == "head"
-        mask = schedule.is_open(self.heads if is_head else self.value_dim, position, v.shape[1]).to(v.dtype)
-        return v * (mask[..., None] if is_head else mask[:, :, None])
+        return schedule.opened(v, position, axis=2 if self.axis == "head" else 3, backend=self.backend)
 
 
 class DeepExponentialMemory(ExponentialMemory):

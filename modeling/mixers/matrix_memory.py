@@ -20,11 +20,11 @@ from transformers import initialization as init
 
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
-from memzoo.kernels.kv_write.chunked import rotated
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.norm_gate import norm_gate
 from memzoo.kernels.registry import as_given, cast, constant
 from memzoo.kernels.rms_norm import rms_norm
+from memzoo.kernels.rotary import rotary
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors, new_tail
 from memzoo.kernels.unit_length import unit_length
@@ -172,11 +172,13 @@ class MatrixMemory(Mixer):
 
     def opened(self, step: Step, keys: Sequence[Tensor], values: Tensor) -> tuple[list[Tensor], Tensor]:
         """Keys `[B, L, H, K]` and values `[B, L, H, V]` with 0 where a token sees no open block."""
-        if (mask := self.is_open(step, values.shape[1])) is None:
-            return list(keys), values
+
+        def opened(x: Tensor, axis: int) -> Tensor:
+            return self.schedule.opened(x, step.position, axis=axis, backend=self.backend)
+
         if self.axis == "key":
-            return [k * mask.to(k.dtype) for k in keys], values
-        return list(keys), values * mask.to(values.dtype)
+            return [opened(k, 3) for k in keys], values
+        return list(keys), opened(values, 2 if self.axis == "head" else 3)
 
 
 class FusedRMSNorm(nn.RMSNorm):
@@ -230,8 +232,7 @@ class Retention(MatrixMemory):
     def memorize(
         self, qk: Tensor, v: Tensor, controls: Sequence[Any], step: Step, state: MatrixState
     ) -> tuple[Tensor, MatrixState]:
-        cos, sin = (x[:, :, None, None] for x in step.rotary[self.rotary.key])
-        q, k = rotated(qk, cos, sin).unbind(2)
+        q, k = rotary(qk, *step.rotary[self.rotary.key], backend=self.backend).unbind(2)
         (k,), v = self.opened(step, [k], v)
         log_retention = constant(self.log_retention, state.memory, state.memory.dtype)
         y, memory = linear_attention(
