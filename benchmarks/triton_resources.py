@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
+from memzoo.kernels.addresses import triton as addresses
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.gates import triton as gates
@@ -232,6 +233,15 @@ def open_to(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int =
         opened.forward(x, position, 16, 128, axis)
 
 
+def addressed(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, key_dim: int = 48) -> None:
+    """Of unit vectors, in float32, and of others."""
+    numbers = [meta(heads, dtype=dtype).expand(batch, tokens, -1) for _ in range(2)]
+    for unit_eps, unit in ((0.0, False), (0.0, True), (1e-6, True)):
+        qk = [meta(batch, tokens, heads, key_dim, dtype=dtype if unit else torch.float32) for _ in range(2)]
+        outputs = addresses.forward(*qk, *numbers, unit_eps, unit)
+        addresses.backward(*outputs, *qk, *numbers, unit_eps, unit)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -245,6 +255,7 @@ OPS: dict[str, Callable[..., None]] = {
     "retrieval": recalled,
     "rotary": turned,
     "opened": open_to,
+    "addresses": addressed,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}

@@ -51,7 +51,7 @@ LAUNCHES = {
     "deltanet-e1": 7,
     "deltanet-e4": 8,
     "gated_deltanet-e1": 9,
-    "comba-e1": 12,
+    "comba-e1": 10,
     "swla-e1": 11,
     "swdt-e1": 58,
     "dot-e4": 81,

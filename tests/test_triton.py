@@ -46,6 +46,7 @@ OPS = [
     "retrieval",
     "rotary",
     "opened",
+    "addresses",
 ]
 # No products, or products of float32 numbers.
 WITHOUT_TENSOR_CORES = tuple(op for op in OPS if op not in ("linear_attention", "delta_rule", "deep_memory"))

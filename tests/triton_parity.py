@@ -7,6 +7,7 @@ triton is imported.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import monomials as mono
 from memzoo.kernels import retrieval
 from memzoo.kernels import short_conv as conv
+from memzoo.kernels.addresses import addresses
+from memzoo.kernels.addresses import make_inputs as addresses_inputs
+from memzoo.kernels.addresses import triton as addresses_triton
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
 from memzoo.kernels.delta_rule import delta_rule
@@ -670,6 +674,10 @@ ELEMENTWISE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "rotary": (rotary, rotary_inputs, {"batch": 3, "tokens": 11}),
     "rotary-shared": (rotary, rotary_inputs, {"shared": True, "inner": (5,), "width": 130}),
     "rotary-plain": (rotary, rotary_inputs, {"batch": 1, "tokens": 1, "inner": (), "width": 2}),
+    "addresses": (addresses, addresses_inputs, {"key_dim": 20}),
+    "addresses-shared": (addresses, addresses_inputs, {"shared": True, "tokens": 1, "key_dim": 130}),
+    "addresses-units": (partial(addresses, unit_eps=0.0), addresses_inputs, {"shared": True, "key_dim": 7}),
+    "addresses-eps": (partial(addresses, unit_eps=0.1), addresses_inputs, {"heads": 5}),
     "opened": (opened, opened_inputs, {}),
     "opened-heads": (opened, opened_inputs, {"shape": (5, 30), "axis": 2, "blocks": 4, "tokens": 20}),
     "opened-last": (opened, opened_inputs, {"shape": (5, 3, 7), "blocks": 7, "interval": 9, "position": (1, 60)}),
@@ -679,16 +687,21 @@ ELEMENTWISE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @dtypes
 @pytest.mark.parametrize("case", ELEMENTWISE)
 def test_elementwise(case: str, dtype: torch.dtype) -> None:
-    """Also of strided vectors, and the gradient."""
+    """Also of strided vectors, and the gradients."""
     rule, made, sizes = ELEMENTWISE[case]
     args = made(**sizes, dtype=dtype)
+    strided = [n for n in ("x", "query", "key") if n in args]
+    learned = [*strided, *(n for n in ("erase", "correction") if n in args)]
     found = []
     for backend, wide in (("triton", False), ("reference", True)):
         given = {n: x.double() if wide and isinstance(x, Tensor) and n != "position" else x for n, x in args.items()}
-        x = torch.cat([given["x"], given["x"]], dim=1).requires_grad_()
-        y = rule(**{**given, "x": x[:, : x.shape[1] // 2]}, backend=backend)
-        slope = torch.linspace(-1, 2, y.numel()).view_as(y).to(dtype).to(y.dtype)
-        found.append((y, *torch.autograd.grad(y, x, slope)))
+        given |= {n: torch.cat([given[n], given[n]], dim=1) for n in strided}
+        leaves = [given[n].requires_grad_() for n in learned]
+        outputs = rule(**{**given, **{n: given[n].chunk(2, dim=1)[0] for n in strided}}, backend=backend)
+        ys = [y for y in outputs if y is not None] if isinstance(outputs, tuple) else [outputs]
+        slopes = [torch.linspace(-1, 2, y.numel()).view_as(y).to(dtype).to(y.dtype) for y in ys]
+        found.append((*ys, *torch.autograd.grad(ys, leaves, slopes)))
+    assert len(found[0]) == len(found[1])
     for got, want in zip(*found, strict=True):
         close(got.double(), want, OP[dtype])
 
@@ -696,10 +709,12 @@ def test_elementwise(case: str, dtype: torch.dtype) -> None:
 def test_elementwise_as_torch_sees_it() -> None:
     given: dict[Any, tuple[Any, ...]] = {
         rotary_triton._turned: (*rotary_inputs(dtype=torch.float32).values(), False),
+        addresses_triton._addressed: (*addresses_inputs(dtype=torch.float32).values(), 0.1, True),
         opened_triton._opened: (*list(opened_inputs(dtype=torch.float32).values())[:-1], 3),
     }
     for rule, args in given.items():
-        args[0].requires_grad_()
+        for x in args[: 4 if rule is addresses_triton._addressed else 1]:
+            x.requires_grad_()
         found = torch.library.opcheck(rule, args)
         assert set(found.values()) == {"SUCCESS"}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from memzoo.kernels.addresses import addresses
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.linear_attention import linear_attention
@@ -27,7 +27,6 @@ from memzoo.kernels.rms_norm import rms_norm
 from memzoo.kernels.rotary import rotary
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors, new_tail
-from memzoo.kernels.unit_length import unit_length
 from memzoo.modeling.capacity import CapacitySchedule
 from memzoo.modeling.decoder import Mixer, Step
 from memzoo.modeling.mixers.attention import CausalAttention, HeadRotaryEmbedding, KeyValueState
@@ -475,18 +474,11 @@ class CombaMemory(Delta):
         init.constant_(self.correction, self.initial_correction)
 
     def controls(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        per_head = torch.sigmoid(self.erase_logit), self.correction
-        return (*super().controls(x), *(a.expand(*x.shape[:2], -1) for a in per_head))
+        return (*super().controls(x), *(a.expand(*x.shape[:2], -1) for a in (self.erase_logit, self.correction)))
 
     def addresses(self, qk: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        erase, correction = (a[..., None] for a in controls)
-        q, k = qk.unbind(2)
-        if self.is_paper:
-            return torch.addcmul(q, correction, k, value=-1), k, erase * k
-        erased = erase * k
-        unit = partial(unit_length, eps=self.unit_eps)
-        # Without an epsilon a unit vector does not see the factor.
-        return unit(torch.addcmul(q, correction, erased, value=-1)), unit(k), unit(erased) if self.unit_eps else None
+        unit_eps = None if self.is_paper else self.unit_eps
+        return addresses(*qk.unbind(2), *controls, unit_eps=unit_eps, backend=self.backend)
 
     def log_retention(self, x: Tensor) -> Decay:
         return self.decay(x)
