@@ -23,6 +23,8 @@ from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import short_conv as conv
+from memzoo.kernels.addresses import addresses
+from memzoo.kernels.addresses import make_inputs as make_numbers
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Gate, gates
@@ -32,6 +34,8 @@ from memzoo.kernels.newton_schulz import make_inputs as make_matrices
 from memzoo.kernels.newton_schulz import newton_schulz
 from memzoo.kernels.norm_gate import make_inputs as make_branches
 from memzoo.kernels.norm_gate import norm_gate
+from memzoo.kernels.rotary import make_inputs as make_angles
+from memzoo.kernels.rotary import rotary
 from memzoo.kernels.short_conv import short_conv
 
 
@@ -130,6 +134,8 @@ def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
     branches = placed(make_branches(shape.batch, tokens=shape.tokens, heads=shape.heads, width=value))
     kinds = Gate("share", 0.1), Gate("log_share"), Gate("log_rest")
     logits = placed(make_logits(*kinds, **sizes, dtype=torch.float32))
+    angles = placed(make_angles(shape.batch, shape.tokens, (2, shape.heads), key, dtype=torch.float32))
+    numbers = placed(make_numbers(**sizes, key_dim=key, dtype=torch.float32))
     matrices = {"x": make_matrices(shape.batch * shape.heads, rows=key, columns=hidden, dtype=torch.float32)["x"]}
     attention_cost = Cost(
         total * size * (3 * key + 3 * value + 2 * key * value / chunk),
@@ -165,6 +171,20 @@ def works(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> lis
             logits,
             Cost((size + 4) * count_of_logits, 20 * count_of_logits, True),
             Cost((2 * size + 4) * count_of_logits, 20 * count_of_logits, True),
+        ),
+        Work(
+            "rotary embedding",
+            lambda **x: (rotary(**x, **angles),),
+            {"x": angles.pop("x")},
+            Cost(2 * size * vectors, 3 * vectors, True),
+            Cost(2 * size * vectors, 3 * vectors, True),
+        ),
+        Work(
+            "Comba's addresses",
+            lambda **x: (addresses(**x),),
+            numbers,
+            Cost(2 * size * vectors, 5 * vectors, True),
+            Cost(4 * size * vectors, 15 * vectors, True),
         ),
         Work(
             "norm and gate",
