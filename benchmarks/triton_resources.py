@@ -29,6 +29,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
 from memzoo.kernels.deep_memory import triton as deep_memory
+from memzoo.kernels.deep_memory import triton_step as deep_step
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.gates import triton as gates
 from memzoo.kernels.kv_write import triton as kv_write
@@ -150,7 +151,7 @@ def deep(
     q, k, v, gate = query[0, :, :1], key[0, :, :1], value[0, :, :1], meta(rows)
     recent, block = (meta(rows, window - 1, d) for d in (key_dim, value_dim)), meta(rows, blocks)
     first = (x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)
-    deep_memory.one_token(
+    deep_step.one_token(
         *(q, k, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
         *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent, block if muon else None),
         *([64 * i for i in range(blocks)], *rule),

@@ -25,6 +25,7 @@ from memzoo.kernels import monomials as mono
 from memzoo.kernels import short_conv as conv
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
+from memzoo.kernels.deep_memory import triton_step as deep_step
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.gates import make_inputs as gate_inputs
@@ -327,8 +328,8 @@ def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pyte
 
         return call
 
-    for name in ("_walked", "_gradient", "_one"):
-        monkeypatch.setattr(deep_triton, name, noted(getattr(deep_triton, name)))
+    for module, name in ((deep_triton, "_walked"), (deep_triton, "_gradient"), (deep_step, "_one")):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
     args: dict[str, Any] = deep.make_inputs(batch=1, tokens=6, heads=1, hidden=hidden, dtype=torch.float32)
     value = args["value"].clone().requires_grad_()
     deep_memory(**{**args, "value": value}, chunk_size=4, backend="triton")[0].sum().backward()
