@@ -149,13 +149,16 @@ def deep(
     outputs, kept = deep_memory.forward(inputs, rule, with_backward=True)
     deep_memory.backward(inputs, rule, kept, outputs)
     q, k, v, gate = query[0, :, :1], key[0, :, :1], value[0, :, :1], meta(rows)
-    recent, block = (meta(rows, window - 1, d) for d in (key_dim, value_dim)), meta(rows, blocks)
-    first = (x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)
+    recent, block = [meta(rows, window - 1, d) for d in (key_dim, value_dim)], meta(rows, blocks)
+    position, unlock = meta(batch, dtype=torch.int64), [64 * i for i in range(blocks)]
+    gates = gate, gate, gate, None if window == 1 else meta(rows, window), position
+    memory = up, down, up, down, *((x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)), row[..., 0]
     deep_step.one_token(
-        *(q, k, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
-        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent, block if muon else None),
-        *([64 * i for i in range(blocks)], *rule),
+        *(q, k, v, *gates, *memory, row[..., 0], block, block, block, *recent, block if muon else None, unlock, *rule)
     )
+    deep_step.token_momentum(k, v, *gates, *memory, block, *recent, unlock, *rule)
+    weights = [x for x in (up, down, up, down) if x is not None]
+    deep_step.recalled(q, position, weights, weights, chunk_size, unlock, rule.activation, rule.residual)
 
 
 def newton(dtype: torch.dtype, batch: int = 2, tokens: int = 64, heads: int = 16, hidden: int = 192) -> None:

@@ -45,7 +45,7 @@ LAUNCHES = {
     "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,
     "atlas-gated-e1": 17,
-    "atlas-gated-token-e16": 265,
+    "atlas-gated-token-e16": 12,
     "retnet-e1": 9,
     "retnet-e4": 21,
     "deltanet-e1": 7,

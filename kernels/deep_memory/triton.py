@@ -1520,9 +1520,7 @@ _walked.register_autograd(_pull_back, setup_context=_save)
 def _walk_of(network: Network, ends: Ends, tensors: Tensors, differentiable: bool) -> tuple[Tensor, ...]:
     """`walk.walk` by the operator; under Muon by torch, what of a single token its kernel does not compute."""
     if network.newton_schulz_steps is not None:
-        wide = tensors.memory[0].dtype
-        sequences = {name: getattr(tensors, name).to(wide) for name in ("query", "key", "value")}
-        return chunked._walk(network, ends, tensors._replace(**sequences), differentiable)
+        return chunked._walk(network, ends, tensors.wide(), differentiable)
     depth, like, c = network.depth, tensors.value.dtype, tensors.coefficients
     weights, slots = tensors.memory[:depth], tensors.memory[depth:]
     key, units, held = tensors.key, None, ends.held

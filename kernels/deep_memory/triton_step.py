@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,6 +45,33 @@ def _is_open(position, block, E: tl.constexpr, UNLOCK: tl.constexpr):
 
 
 @triton.jit
+def _units(
+    p_x,
+    p_up,
+    position,
+    unit,
+    K: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    UNLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """What the last layer is given by a tile of units where the network is given `p_x`, `[BU]`; by closed ones 0."""
+    if DEPTH == 1:
+        z = tl.load(p_x + unit, mask=unit < U, other=0.0).to(tl.float32)
+    else:
+        k_column = columns(0, BK)
+        x = tl.load(p_x + k_column, mask=k_column < K, other=0.0).to(tl.float32)
+        z = value_of(_seen(x, p_up, unit, 0, K, U, PARTS, BK), ACTIVATION)
+        if PARTS == 2:
+            z *= _seen(x, p_up, unit, 1, K, U, PARTS, BK)
+    return z * _is_open(position, block_of(unit, U, E), E, UNLOCK)
+
+
+@triton.jit
 def _learn(
     p_key,
     p_value,
@@ -80,13 +108,7 @@ def _learn(
     square_x = 0.0
     for i_u in range(tl.cdiv(U, BU)):
         unit = columns(i_u, BU)
-        is_open = _is_open(position, block_of(unit, U, E), E, UNLOCK)
-        if DEPTH == 1:
-            x = tl.load(p_key + unit, mask=unit < U, other=0.0).to(tl.float32) * is_open
-        else:
-            x = value_of(_seen(k, p_up, unit, 0, K, U, PARTS, BK), ACTIVATION) * is_open
-            if PARTS == 2:
-                x *= _seen(k, p_up, unit, 1, K, U, PARTS, BK)
+        x = _units(p_key, p_up, position, unit, K, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, BK)
         tl.store(p_x1 + unit, x, mask=unit < U)
         square_x += tl.sum(x * x, axis=0)
         if L2:
@@ -136,14 +158,85 @@ def _shifted(p_old, p_new, p_last, width, HALO: tl.constexpr, BH: tl.constexpr, 
 
 
 @triton.jit
-def _outer(p_c, p_d, p_x, of_d, of_x, d_stride, x_stride, ROWS: tl.constexpr, D: tl.constexpr, X: tl.constexpr):
-    """`sum_r c_r d_r x_r^T` over all rows, `[of_d, of_x]`; in slices of 16, which take few registers."""
+def _learn_all(
+    p_key,
+    p_value,
+    p_recent_key,
+    p_recent_value,
+    p_new_recent_key,
+    p_new_recent_value,
+    position,
+    p_up,
+    p_down,
+    p_x0,
+    p_x1,
+    p_d0,
+    p_d1,
+    i,
+    C: tl.constexpr,
+    HALO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    UNLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    L2: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """The factors of the token's gradient and, where it is the first of a chunk, of those of the `HALO` tokens before,
+    at the chunk's anchor, each in its row of the `i`-th row and head; which tokens will be the last `HALO`."""
+    here = HALO + position % C
+    p_key, p_value = p_key + i * K, p_value + i * V
+    p_x0_here, p_d0_here = p_x0, p_d0
+    if DEPTH == 2:
+        p_x0_here, p_d0_here = p_x0 + here * K, p_d0 + here * PARTS * U
+    _learn(
+        *(p_key, p_value, position, p_up, p_down, p_x0_here, p_x1 + here * U, p_d0_here, p_d1 + here * V),
+        *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
+    )
+    if HALO > 0:
+        p_recent_key, p_recent_value = p_recent_key + i * HALO * K, p_recent_value + i * HALO * V
+        for index in range(tl.where(position % C == 0, HALO, 0)):
+            before = tl.cast(index, tl.int64)
+            if DEPTH == 2:
+                p_x0_here, p_d0_here = p_x0 + before * K, p_d0 + before * PARTS * U
+            _learn(
+                *(p_recent_key + before * K, p_recent_value + before * V, position, p_up, p_down),
+                *(p_x0_here, p_x1 + before * U, p_d0_here, p_d1 + before * V),
+                *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
+            )
+        _shifted(p_recent_key, p_new_recent_key + i * HALO * K, p_key, K, HALO, BH, BK)
+        _shifted(p_recent_value, p_new_recent_value + i * HALO * V, p_value, V, HALO, BH, BV)
+
+
+@triton.jit
+def _window(p_gate, i, row, here, WINDOW: tl.constexpr):
+    """The weight of each row's gradient in what the token of row `here` writes."""
+    if WINDOW > 0:
+        lag = here - row
+        weight = tl.load(p_gate + i * WINDOW + lag, mask=(lag >= 0) & (lag < WINDOW), other=0.0)
+    else:
+        weight = tl.where(row == here, 1.0, 0.0)
+    return weight
+
+
+@triton.jit
+def _outer(p_c, p_d, p_x, of_d, of_x, d_stride, x_stride, rows, D: tl.constexpr, X: tl.constexpr):
+    """`sum_r c_r d_r x_r^T` over the first `rows`, `[of_d, of_x]`; in slices of 16, which take few registers."""
     found = tl.zeros([of_d.shape[0], of_x.shape[0]], tl.float32)
-    for i_r in range(tl.cdiv(ROWS, 16)):
+    for i_r in range(tl.cdiv(rows, 16)):
         row = columns(i_r, 16)
-        c = tl.load(p_c + row, mask=row < ROWS, other=0.0)
-        d = load_rows(p_d, row, of_d, d_stride, row < ROWS, D) * c[:, None]
-        found += product(tl.trans(d), load_rows(p_x, row, of_x, x_stride, row < ROWS, X))
+        c = tl.load(p_c + row, mask=row < rows, other=0.0)
+        d = load_rows(p_d, row, of_d, d_stride, row < rows, D) * c[:, None]
+        found += product(tl.trans(d), load_rows(p_x, row, of_x, x_stride, row < rows, X))
     return found
 
 
@@ -226,46 +319,23 @@ def step_kernel(
     k_column, v_column = columns(0, BK), columns(0, BV)
     position = tl.load(p_position + i // H)
     place = position % C
-    here = HALO + place
-    p_query, p_key, p_value = p_query + i * K, p_key + i * K, p_value + i * V
     p_x1, p_d1 = p_x1 + i * R * U, p_d1 + i * R * V
     p_down = p_down + i * V * U
-    p_x0_here, p_d0_here = p_x0, p_d0
     if DEPTH == 2:
         p_up, p_x0, p_d0 = p_up + i * PARTS * U * K, p_x0 + i * R * K, p_d0 + i * R * PARTS * U
-        p_x0_here, p_d0_here = p_x0 + here * K, p_d0 + here * PARTS * U
     if MOMENTUM:
         p_down_slot = p_down_slot + i * V * U
         if DEPTH == 2:
             p_up_slot = p_up_slot + i * PARTS * U * K
-
-    # Its gradient, and those before the chunk.
-    _learn(
-        *(p_key, p_value, position, p_up, p_down, p_x0_here, p_x1 + here * U, p_d0_here, p_d1 + here * V),
-        *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
+    _learn_all(
+        *(p_key, p_value, p_recent_key, p_recent_value, p_new_recent_key, p_new_recent_value, position),
+        *(p_up, p_down, p_x0, p_x1, p_d0, p_d1, i, C, HALO, K, V, U, E, UNLOCK),
+        *(DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BH, BK, BV, BU),
     )
-    if HALO > 0:
-        p_recent_key, p_recent_value = p_recent_key + i * HALO * K, p_recent_value + i * HALO * V
-        for index in range(tl.where(place == 0, HALO, 0)):
-            before = tl.cast(index, tl.int64)
-            if DEPTH == 2:
-                p_x0_here, p_d0_here = p_x0 + before * K, p_d0 + before * PARTS * U
-            _learn(
-                *(p_recent_key + before * K, p_recent_value + before * V, position, p_up, p_down),
-                *(p_x0_here, p_x1 + before * U, p_d0_here, p_d1 + before * V),
-                *(K, V, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BK, BV, BU),
-            )
-        _shifted(p_recent_key, p_new_recent_key + i * HALO * K, p_key, K, HALO, BH, BK)
-        _shifted(p_recent_value, p_new_recent_value + i * HALO * V, p_value, V, HALO, BH, BV)
 
     # The coefficients after it.
     rate = tl.load(p_step + i)
-    if WINDOW > 0:
-        lag = here - row
-        m_window = (lag >= 0) & (lag < WINDOW)
-        step = tl.load(p_gate + i * WINDOW + lag, mask=m_window, other=0.0)
-    else:
-        step = tl.where(row == here, 1.0, 0.0)
+    step = _window(p_gate, i, row, HALO + place, WINDOW)
     if not MUON:
         step *= rate
     retention = 1.0
@@ -304,6 +374,7 @@ def step_kernel(
     tl.debug_barrier()
 
     # What its query reads.
+    p_query = p_query + i * K
     if DEPTH == 2:
         q = tl.load(p_query + k_column, mask=k_column < K, other=0.0).to(tl.float32)
         x0 = load_rows(p_x0, row, k_column, K, row < R, K)
@@ -388,7 +459,199 @@ def step_kernel(
         tl.store(p_new_slot + i * E + block, fresh, mask=block < E)
 
 
+# Muon at every token -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def momentum_kernel(
+    p_key,
+    p_value,
+    p_retention,
+    p_decay,
+    p_step,
+    p_gate,
+    p_position,
+    p_up,
+    p_down,
+    p_up_slot,
+    p_down_slot,
+    p_x0,
+    p_x1,
+    p_d0,
+    p_d1,
+    p_slot_write,
+    p_slot,
+    p_recent_key,
+    p_recent_value,
+    p_now_up_slot,
+    p_now_down_slot,
+    p_new_slot_write,
+    p_new_slot,
+    p_new_recent_key,
+    p_new_recent_value,
+    p_keep,
+    p_rate,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HALO: tl.constexpr,
+    WINDOW: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    UNLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    RETENTION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    L2: tl.constexpr,
+    MAX_NORM: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """The momentum `S_t` of a row after one token, in float32: as in `step_kernel` the token's factors and, before the
+    first one of a chunk, those of the `HALO` tokens, and the coefficients of the momentum. `p_keep` and `p_rate` take
+    those of `M_{t-1}` and `NS(S_t)` in `M_t`, of each unit where `E > 1` blocks open one after another."""
+    R: tl.constexpr = HALO + C
+    i = tl.program_id(0).to(tl.int64)
+    row, block = tl.arange(0, BR).to(tl.int64), columns(0, BE)
+    k_column, v_column = columns(0, BK), columns(0, BV)
+    position = tl.load(p_position + i // H)
+    place = position % C
+    p_x1, p_d1 = p_x1 + i * R * U, p_d1 + i * R * V
+    p_down, p_down_slot, p_now_down_slot = p_down + i * V * U, p_down_slot + i * V * U, p_now_down_slot + i * V * U
+    if DEPTH == 2:
+        p_x0, p_d0, of_row = p_x0 + i * R * K, p_d0 + i * R * PARTS * U, i * PARTS * U * K
+        p_up, p_up_slot, p_now_up_slot = p_up + of_row, p_up_slot + of_row, p_now_up_slot + of_row
+    _learn_all(
+        *(p_key, p_value, p_recent_key, p_recent_value, p_new_recent_key, p_new_recent_value, position),
+        *(p_up, p_down, p_x0, p_x1, p_d0, p_d1, i, C, HALO, K, V, U, E, UNLOCK),
+        *(DEPTH, PARTS, ACTIVATION, RESIDUAL, L2, MAX_NORM, BH, BK, BV, BU),
+    )
+
+    decay = tl.exp(tl.load(p_decay + i))
+    p_write, p_slot_keep = p_new_slot_write + i * R, p_new_slot + i * E
+    write = tl.load(p_slot_write + i * R + row, mask=row < R, other=0.0) * decay
+    tl.store(p_write + row, write + _window(p_gate, i, row, HALO + place, WINDOW), mask=row < R)
+    slot = tl.load(p_slot + i * E + block, mask=block < E, other=0.0)
+    slot = tl.where(_is_open(position, block, E, UNLOCK) > 0, slot * decay, slot)
+    tl.store(p_slot_keep + block, slot, mask=block < E)
+    retention, rate = 1.0, tl.load(p_step + i)
+    if RETENTION:
+        retention = tl.exp(tl.load(p_retention + i))
+    if E == 1:
+        tl.store(p_keep + i, retention)
+        tl.store(p_rate + i, rate)
+    tl.debug_barrier()
+
+    for i_u in range(tl.cdiv(U, BU)):
+        unit = columns(i_u, BU)
+        if E > 1:
+            is_open = _is_open(position, block_of(unit, U, E), E, UNLOCK)
+            tl.store(p_keep + i * U + unit, tl.where(is_open > 0, retention, 1.0), mask=unit < U)
+            tl.store(p_rate + i * U + unit, rate * is_open, mask=unit < U)
+        keep = of_blocks(p_slot_keep, unit, U, E)
+        s = load_rows(p_down_slot, v_column, unit, U, v_column < V, U) * keep[None, :]
+        s -= _outer(p_write, p_d1, p_x1, v_column, unit, V, U, HALO + place + 1, V, U)
+        store_rows(p_now_down_slot, s, v_column, unit, U, v_column < V, U)
+        if DEPTH == 2:
+            for part in tl.static_range(PARTS):
+                at = unit * PARTS + part
+                s = load_rows(p_up_slot, at, k_column, K, unit < U, K) * keep[:, None]
+                s -= _outer(p_write, p_d0, p_x0, at, k_column, PARTS * U, K, HALO + place + 1, PARTS * U, K)
+                store_rows(p_now_up_slot, s, at, k_column, K, unit < U, K)
+    if place == C - 1:  # the next anchor's momentum is this one
+        tl.debug_barrier()
+        tl.store(p_write + row, tl.zeros([BR], tl.float32), mask=row < R)
+        tl.store(p_slot_keep + block, tl.zeros([BE], tl.float32) + 1, mask=block < E)
+
+
+@triton.jit
+def _copied(p_from, p_to, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    for i in range(tl.cdiv(SIZE, BLOCK)):
+        at = columns(i, BLOCK)
+        tl.store(p_to + at, tl.load(p_from + at, mask=at < SIZE, other=0.0), mask=at < SIZE)
+
+
+@triton.jit
+def recall_kernel(
+    p_query,
+    p_position,
+    p_now_up,
+    p_now_down,
+    p_now_up_slot,
+    p_now_down_slot,
+    p_up,
+    p_down,
+    p_up_slot,
+    p_down_slot,
+    p_new_position,
+    p_y,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    U: tl.constexpr,
+    E: tl.constexpr,
+    UNLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """What a query reads of `M_t`, which is the next anchor after a token that completes a chunk, with `S_t`."""
+    i = tl.program_id(0).to(tl.int64)
+    v_column = columns(0, BV)
+    position = tl.load(p_position + i // H)
+    p_query, of_down = p_query + i * K, i * V * U
+    p_now_down = p_now_down + of_down
+    if DEPTH == 2:
+        of_up = i * PARTS * U * K
+        p_now_up = p_now_up + of_up
+    y = tl.zeros([BV], tl.float32)
+    if RESIDUAL:
+        y += tl.load(p_query + v_column, mask=v_column < V, other=0.0).to(tl.float32)
+    for i_u in range(tl.cdiv(U, BU)):
+        unit = columns(i_u, BU)
+        z = _units(p_query, p_now_up, position, unit, K, U, E, UNLOCK, DEPTH, PARTS, ACTIVATION, BK)
+        w = load_rows(p_now_down, v_column, unit, U, v_column < V, U)
+        y += tl.sum(w * z[None, :], axis=1)
+    tl.store(p_y + i * V + v_column, y.to(p_y.dtype.element_ty), mask=v_column < V)
+    if i % H == 0:
+        tl.store(p_new_position + i // H, position + 1)
+    if position % C == C - 1:
+        _copied(p_now_down, p_down + of_down, V * U, 1024)
+        _copied(p_now_down_slot + of_down, p_down_slot + of_down, V * U, 1024)
+        if DEPTH == 2:
+            _copied(p_now_up, p_up + of_up, PARTS * U * K, 1024)
+            _copied(p_now_up_slot + of_up, p_up_slot + of_up, PARTS * U * K, 1024)
+
+
 # Host code -----------------------------------------------------------------------------------------------------------
+
+
+def _sizes(key_dim: int, up: Tensor | None, down: Tensor, blocks: int, unlock: Sequence[int]) -> dict[str, Any]:
+    """What every kernel takes of the network."""
+    value_dim, units = down.shape[1:]
+    return {
+        "K": key_dim,
+        "V": value_dim,
+        "U": units,
+        "E": blocks,
+        "UNLOCK": tuple(unlock) if blocks > 1 else None,
+        "DEPTH": 1 if up is None else 2,
+        "PARTS": 1 if up is None else up.shape[1] // units,
+        "BK": tile(key_dim, 128),
+        "BV": tile(value_dim, 128),
+    }
 
 
 def one_token(*given: Any) -> tuple[Tensor, ...]:
@@ -404,7 +667,7 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
     ends = [write.new_empty(0) if orthogonal is None else torch.empty_like(orthogonal) for _ in range(3)]
     recent, new_recent = (old[5:], new[5:7]) if recent_key.shape[1] else ([None] * 2, [None] * 2)
     y = torch.empty_like(value)
-    (rows, held), units, blocks, halo = write.shape, down.shape[2], keep.shape[1], recent_key.shape[1]
+    (rows, held), blocks, halo = write.shape, keep.shape[1], recent_key.shape[1]
     launch_tiled(
         step_kernel,
         (rows,),
@@ -446,13 +709,6 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         C=held - halo,
         HALO=halo,
         WINDOW=0 if gate is None else gate.shape[1],
-        K=key.shape[2],
-        V=value.shape[2],
-        U=units,
-        E=blocks,
-        UNLOCK=tuple(unlock) if blocks > 1 else None,
-        DEPTH=1 if up is None else 2,
-        PARTS=1 if up is None else up.shape[1] // units,
         MOMENTUM=down_slot is not None,
         MUON=orthogonal is not None,
         RETENTION=retention is not None,
@@ -462,11 +718,109 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         MAX_NORM=max_norm,
         BR=tile(held, 128),
         BH=tile(halo, 64),
-        BK=tile(key.shape[2], 128),
-        BV=tile(value.shape[2], 128),
         BE=triton.next_power_of_2(blocks),
+        **_sizes(key.shape[2], up, down, blocks, unlock),
     )
     return y, *new, *ends
+
+
+def token_momentum(*given: Any) -> tuple[Tensor, ...]:
+    """`S_t` of each layer, its new coefficients, the last tokens' keys and values, and what `momentum_kernel` says of
+    `M_t`: of each unit, or of all alike, `[M, U or 1]`. The factors are written to their rows."""
+    *tensors, unlock, activation, residual, l2, max_norm = given
+    key, value, retention, decay, step, gate, position = contiguous(*tensors[:7])
+    up, down, up_slot, down_slot, x0, x1, d0, d1 = tensors[7:15]
+    old = contiguous(*tensors[15:])
+    write, keep, recent_key = old[:3]
+    (rows, held), blocks, halo = write.shape, keep.shape[1], recent_key.shape[1]
+    now, new = (
+        [None if x is None else torch.empty_like(x) for x in (up_slot, down_slot)],
+        list(map(torch.empty_like, old)),
+    )
+    of_units = [write.new_empty(rows, down.shape[2] if blocks > 1 else 1) for _ in range(2)]
+    recent, new_recent = (old[2:], new[2:]) if halo else ([None] * 2, [None] * 2)
+    launch_tiled(
+        momentum_kernel,
+        (rows,),
+        p_key=key,
+        p_value=value,
+        p_retention=retention,
+        p_decay=decay,
+        p_step=step,
+        p_gate=gate,
+        p_position=position,
+        p_up=up,
+        p_down=down,
+        p_up_slot=up_slot,
+        p_down_slot=down_slot,
+        p_x0=x0,
+        p_x1=x1,
+        p_d0=d0,
+        p_d1=d1,
+        p_slot_write=write,
+        p_slot=keep,
+        p_recent_key=recent[0],
+        p_recent_value=recent[1],
+        p_now_up_slot=now[0],
+        p_now_down_slot=now[1],
+        p_new_slot_write=new[0],
+        p_new_slot=new[1],
+        p_new_recent_key=new_recent[0],
+        p_new_recent_value=new_recent[1],
+        p_keep=of_units[0],
+        p_rate=of_units[1],
+        H=rows // position.shape[0],
+        C=held - halo,
+        HALO=halo,
+        WINDOW=0 if gate is None else gate.shape[1],
+        RETENTION=retention is not None,
+        ACTIVATION=activation,
+        RESIDUAL=residual,
+        L2=l2,
+        MAX_NORM=max_norm,
+        BR=tile(held, 128),
+        BH=tile(halo, 64),
+        BE=triton.next_power_of_2(blocks),
+        **_sizes(key.shape[2], up, down, blocks, unlock),
+    )
+    return write.new_empty(0) if now[0] is None else now[0], now[1], *new, *of_units
+
+
+def recalled(
+    query: Tensor,
+    position: Tensor,
+    now: Sequence[Tensor],
+    anchor: Sequence[Tensor],
+    size: int,
+    unlock: Sequence[int],
+    activation: str,
+    residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output `[M, 1, V]` and the new position; over the anchor `M_t` and `S_t`, if the token completes a chunk of this
+    size. `now` and `anchor` are weights, then momentum."""
+    query, position = contiguous(query, position)
+    depth = len(now) // 2
+    down = now[depth - 1]
+    y, new_position = query.new_empty(query.shape[0], 1, down.shape[1]), torch.empty_like(position)
+    names = ("up", "down", "up_slot", "down_slot") if depth == 2 else ("down", "down_slot")
+    memory: dict[str, Any] = dict.fromkeys(("p_now_up", "p_now_up_slot", "p_up", "p_up_slot"))
+    for prefix, tensors in (("p_now", now), ("p", anchor)):
+        memory |= {f"{prefix}_{name}": x for name, x in zip(names, tensors, strict=True)}
+    launch_tiled(
+        recall_kernel,
+        (query.shape[0],),
+        p_query=query,
+        p_position=position,
+        **memory,
+        p_new_position=new_position,
+        p_y=y,
+        H=query.shape[0] // position.shape[0],
+        C=size,
+        ACTIVATION=activation,
+        RESIDUAL=residual,
+        **_sizes(query.shape[2], now[0] if depth == 2 else None, down, len(unlock), unlock),
+    )
+    return y, new_position
 
 
 _one = torch.library.custom_op(
@@ -488,6 +842,36 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, 
     return *(fresh(x) for x in (value, *others[13:20], others[4])), *ends
 
 
+_momentum: Any = torch.library.custom_op(
+    "memzoo::deep_memory_momentum",
+    token_momentum,
+    mutates_args=("x0", "x1", "d0", "d1"),
+    schema="(Tensor key, Tensor value, Tensor? log_retention, Tensor log_momentum, Tensor step_size, "
+    "Tensor? window_gate, Tensor position, Tensor? up, Tensor down, Tensor? up_slot, Tensor down_slot, "
+    "Tensor(a!)? x0, Tensor(b!) x1, Tensor(c!)? d0, Tensor(d!) d1, Tensor momentum_write, Tensor momentum_keep, "
+    f"Tensor recent_keys, Tensor recent_values, int[] unlock, {RULE}) -> ({', '.join(['Tensor'] * 8)})",
+)
+_recalled: Any = torch.library.custom_op(
+    "memzoo::deep_memory_recall",
+    recalled,
+    mutates_args=("anchor",),
+    schema="(Tensor query, Tensor position, Tensor[] now, Tensor(a!)[] anchor, int size, int[] unlock, "
+    "str activation, bool residual) -> (Tensor, Tensor)",
+)
+
+
+@_momentum.register_fake
+def _(key: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    (down, up_slot, down_slot), old = given[7:10], given[14:18]
+    of_units = (down.new_empty(down.shape[0], down.shape[2] if old[1].shape[1] > 1 else 1) for _ in range(2))
+    return down.new_empty(0) if up_slot is None else fresh(up_slot), fresh(down_slot), *map(fresh, old), *of_units
+
+
+@_recalled.register_fake
+def _(query: Tensor, position: Tensor, now: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape[0], 1, now[len(now) // 2 - 1].shape[1]), fresh(position)
+
+
 def step(
     network: Network,
     query: Tensor,
@@ -500,54 +884,109 @@ def step(
     state: DeepMemoryState,
     unlock: tuple[int, ...],
 ) -> tuple[Tensor, DeepMemoryState]:
-    """`chunked.step` by one kernel, which asks the device for nothing: a step can be part of a CUDA graph.
+    """`chunked.step` by kernels that ask the device for nothing: a step can be part of a CUDA graph.
 
-    It writes into more than `chunked.step` does: where the token completes a chunk, over the anchor. Under Muon once a
-    chunk a kernel for each layer follows, which looks whether the token does.
+    It writes into more than `chunked.step` does: where the token completes a chunk, over the anchor, and under Muon at
+    every token over `M_t`.
     """
     batch, heads, _ = state.write.shape
-    depth = network.depth
+    rows = batch, heads
+    q, k, v = (x.reshape(batch * heads, 1, -1) for x in (query, key, value))
+    gates = [None if x is None else x.flatten() for x in (log_retention, log_momentum, step_size)]
+    gates.append(None if window_gate is None else window_gate.reshape(batch * heads, -1))
+    held = _Held(*(_own(x) for x in (state.weights, state.momentum, state.inputs, state.deltas)))
+    compute = _per_token if state.current else _plain
+    y, changed = compute(network, (q, k, v), gates, held, state, unlock)
+    changed |= {name: tuple(x.unflatten(0, rows) for x in tensors) for name, tensors in held._asdict().items()}
+    return y.reshape(batch, 1, heads, -1), state._replace(**changed)
 
-    def own(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        return [chunked.writable(x).flatten(0, 1).contiguous() for x in tensors]
 
-    weights, slots, inputs, deltas = (own(x) for x in (state.weights, state.momentum, state.inputs, state.deltas))
-    old = (
-        *(state.write, state.momentum_write, state.weight_keep, state.momentum_read, state.momentum_keep),
-        *(state.recent_keys, state.recent_values),
+class _Held(NamedTuple):
+    """What a state holds of each layer, `[M, ...]`, to be written into."""
+
+    weights: list[Tensor]
+    momentum: list[Tensor]
+    inputs: list[Tensor]
+    deltas: list[Tensor]
+
+    def flat(self) -> list[Tensor | None]:
+        """Of both layers side by side, `None` for the first of a single one."""
+        return [x for tensors in self for x in ([None] * (2 - len(tensors)) + tensors)]
+
+
+def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [chunked.writable(x).flatten(0, 1).contiguous() for x in tensors]
+
+
+def _plain(
+    network: Network,
+    sequences: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    held: _Held,
+    state: DeepMemoryState,
+    unlock: tuple[int, ...],
+) -> tuple[Tensor, dict[str, Any]]:
+    """What the query reads, and what of the state is new but for what is `held`: by one kernel. Under Muon once a chunk
+    one for each layer follows, which looks whether the token completes one."""
+    names = (
+        *("write", "momentum_write", "weight_keep", "momentum_read", "momentum_keep"),
+        *("recent_keys", "recent_values"),
     )
-    muon = network.newton_schulz_steps
+    old, muon = [getattr(state, name) for name in names], network.newton_schulz_steps
     y, *new, position, orthogonal, end_keep, end_orthogonal = _one(
-        *(x.reshape(batch * heads, 1, -1) for x in (query, key, value)),
-        *(None if x is None else x.flatten() for x in (log_retention, log_momentum, step_size)),
-        None if window_gate is None else window_gate.reshape(batch * heads, -1),
+        *sequences,
+        *gates,
         state.position,
-        weights[0] if depth == 2 else None,
-        weights[-1],
-        slots[0] if depth == 2 and slots else None,
-        slots[-1] if slots else None,
-        inputs[0] if depth == 2 else None,
-        inputs[-1],
-        deltas[0] if depth == 2 else None,
-        deltas[-1],
+        *held.flat(),
         *(x.flatten(0, 1) for x in old),
         None if muon is None else state.orthogonal_step.flatten(0, 1),
         list(unlock),
         *rule_of(network),
     )
+    changed = {name: x.view_as(before) for name, x, before in zip(names, new, old, strict=True)}
+    if not held.momentum:
+        del changed["momentum_write"]
     if muon is not None:
-        for layer, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+        changed["orthogonal_step"] = orthogonal.view_as(state.orthogonal_step)
+        for layer, (weight, slot) in enumerate(zip(held.weights, held.momentum, strict=True)):
             ends = (network.per_weight(x, layer).expand_as(weight) for x in (end_keep, end_orthogonal))
             w, x, keep, rate = (network.matrices(each, layer) for each in (weight, slot, *ends))
             newton_schulz.advance(w, x, keep, rate, muon)
-    write, momentum_write, *rest = (x.view_as(before) for x, before in zip(new, old, strict=True))
-    of_rows = (tuple(x.unflatten(0, (batch, heads)) for x in tensors) for tensors in (weights, slots, inputs, deltas))
-    names = ("weight_keep", "momentum_read", "momentum_keep", "recent_keys", "recent_values")
-    changed: dict[str, Any] = dict(zip(("weights", "momentum", "inputs", "deltas"), of_rows, strict=True))
-    changed |= dict(zip(names, rest, strict=True))
-    if not slots:
-        momentum_write = state.momentum_write
-    if muon is not None:
-        changed["orthogonal_step"] = orthogonal.view_as(state.orthogonal_step)
-    state = state._replace(write=write, momentum_write=momentum_write, **changed, position=position)
-    return y.reshape(batch, 1, heads, -1), state
+    return y, {**changed, "position": position}
+
+
+def _per_token(
+    network: Network,
+    sequences: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    held: _Held,
+    state: DeepMemoryState,
+    unlock: tuple[int, ...],
+) -> tuple[Tensor, dict[str, Any]]:
+    """The same under Muon at every token: a kernel for `S_t`, one for `M_t` of each layer, one for what it reads."""
+    names = ("momentum_write", "momentum_keep", "recent_keys", "recent_values")
+    assert network.newton_schulz_steps is not None
+    (query, *pair), depth, now = sequences, network.depth, _own(state.current)
+    old = [getattr(state, name) for name in names]
+    *found, keep, rate = _momentum(
+        *pair, *gates, state.position, *held.flat(), *(x.flatten(0, 1) for x in old), list(unlock), *rule_of(network)
+    )
+    slots, new = found[2 - depth : 2], found[2:]
+    for layer, (weight, slot) in enumerate(zip(now, slots, strict=True)):
+        w, x = (network.matrices(each, layer) for each in (weight, slot))
+        units = (1, -1) if layer == depth - 1 else (-1, 1)  # the inputs of the last layer, else the outputs
+        of_m, of_s = (c.view(len(c), *[1] * (w.ndim - 3), *units).expand_as(w) for c in (keep, rate))
+        newton_schulz.advance(w, x, of_m, of_s, network.newton_schulz_steps)
+    y, position = _recalled(
+        query,
+        state.position,
+        [*now, *slots],
+        [*held.weights, *held.momentum],
+        state.write.shape[2] - state.halo,
+        list(unlock),
+        network.activation,
+        network.residual,
+    )
+    changed: dict[str, Any] = {name: x.view_as(before) for name, x, before in zip(names, new, old, strict=True)}
+    current = tuple(x.unflatten(0, state.write.shape[:2]) for x in now)
+    return y, {**changed, "current": current, "position": position}

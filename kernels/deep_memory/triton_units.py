@@ -14,10 +14,12 @@ from torch import Tensor
 from memzoo.kernels.deep_memory.chunk import Network
 from memzoo.kernels.triton_support import chip_of, launch, tile
 
+LIGHT = dict.fromkeys(("ends_back", "step", "momentum", "recall"), 32)
+"""Kernels of few registers and warps, with their tiles."""
 UNITS = {
-    "sm_80": {"walk": 16, "read": 16, "read_back": 16, "query_back": 16, "walk_back": 16, "ends_back": 32, "step": 32},
-    "sm_90": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 16, "ends_back": 32, "step": 32},
-    "gfx942": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, "ends_back": 32, "step": 32},
+    "sm_80": {"walk": 16, "read": 16, "read_back": 16, "query_back": 16, "walk_back": 16, **LIGHT},
+    "sm_90": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 16, **LIGHT},
+    "gfx942": {"walk": 32, "read": 64, "read_back": 32, "query_back": 64, "walk_back": 32, **LIGHT},
 }
 UNITS["gfx942 float32"] = {**UNITS["gfx942"], "walk": 16, "read_back": 16}
 """Widest tile of units of each kernel, so that a chunk of 64 tokens and heads 64 wide leave their registers room. The
@@ -39,7 +41,7 @@ def launch_tiled(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
     launch(
         kernel,
         counts,
-        num_warps=4 if name in ("ends_back", "step") else WARPS[like],
+        num_warps=4 if name in LIGHT else WARPS[like],
         num_stages=1,  # a second copy of the tiles in flight would take what registers there are
         # Its two accumulators leave little: instructions are ordered for few registers. In float32 that takes more.
         sched4reg=name == "query_back" and like == "sm_80" and is_narrow,
