@@ -757,10 +757,8 @@ def token_momentum(*given: Any) -> tuple[Tensor, ...]:
     old = contiguous(*tensors[15:])
     write, keep, recent_key = old[:3]
     (rows, held), blocks, halo = write.shape, keep.shape[1], recent_key.shape[1]
-    now, new = (
-        [None if x is None else torch.empty_like(x) for x in (up_slot, down_slot)],
-        list(map(torch.empty_like, old)),
-    )
+    now = [None if x is None else torch.empty_like(x) for x in (up_slot, down_slot)]
+    new = [torch.empty_like(x) for x in old]
     of_units = [write.new_empty(rows, down.shape[2] if blocks > 1 else 1) for _ in range(2)]
     recent, new_recent = (old[2:], new[2:]) if halo else ([None] * 2, [None] * 2)
     launch_tiled(
