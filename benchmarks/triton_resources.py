@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from memzoo.kernels.addresses import triton as addresses
 from memzoo.kernels.deep_memory import triton as deep_memory
+from memzoo.kernels.deep_memory import triton_step as deep_step
 from memzoo.kernels.delta_rule import triton as delta_rule
 from memzoo.kernels.gates import triton as gates
 from memzoo.kernels.kv_write import triton as kv_write
@@ -152,13 +153,16 @@ def deep(
     outputs, kept = deep_memory.forward(inputs, rule, with_backward=True)
     deep_memory.backward(inputs, rule, kept, outputs)
     q, k, v, gate = query[0, :, :1], key[0, :, :1], value[0, :, :1], meta(rows)
-    recent, block = (meta(rows, window - 1, d) for d in (key_dim, value_dim)), meta(rows, blocks)
-    first = (x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)
-    deep_memory.one_token(
-        *(q, k, v, gate, gate, gate, None if window == 1 else meta(rows, window), meta(batch, dtype=torch.int64)),
-        *(up, down, up, down, *first, row[..., 0], row[..., 0], block, block, block, *recent, block if muon else None),
-        *([64 * i for i in range(blocks)], *rule),
+    recent, block = [meta(rows, window - 1, d) for d in (key_dim, value_dim)], meta(rows, blocks)
+    position, unlock = meta(batch, dtype=torch.int64), [64 * i for i in range(blocks)]
+    gates = gate, gate, gate, None if window == 1 else meta(rows, window), position
+    memory = up, down, up, down, *((x0, x1, d0, d1) if layers == 2 else (None, x0, None, d1)), row[..., 0]
+    deep_step.one_token(
+        *(q, k, v, *gates, *memory, row[..., 0], block, block, block, *recent, block if muon else None, unlock, *rule)
     )
+    deep_step.token_momentum(k, v, *gates, *memory, block, *recent, unlock, *rule)
+    weights = [x for x in (up, down, up, down) if x is not None]
+    deep_step.recalled(q, position, weights, weights, chunk_size, unlock, rule.activation, rule.residual)
 
 
 def newton(dtype: torch.dtype, batch: int = 2, tokens: int = 64, heads: int = 16, hidden: int = 192) -> None:

@@ -45,7 +45,7 @@ LAUNCHES = {
     "omeganet-lmm-e1": 9,
     "dla-lmm-e1": 8,
     "atlas-gated-e1": 17,
-    "atlas-gated-token-e16": 265,
+    "atlas-gated-token-e16": 12,
     "retnet-e1": 6,
     "retnet-e4": 7,
     "deltanet-e1": 7,
@@ -62,9 +62,9 @@ LAUNCHES = {
     "memory_managed-e1": 11,
 }
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
-step, read, gates and write, is one of them wherever there is a kernel for it: not for Muon at every token, exponential
-features and Hope's memories, which torch computes, nor for Muon once a chunk, which starts one more kernel per layer
-of the memory. The convolution with queries and keys of unit length is one, so are all gates from their logits,
+step, read, gates and write, is one of them wherever there is a kernel for it: not for exponential features and Hope's
+memories, which torch computes. Muon starts one more kernel per layer of the memory, and at every token one besides. The
+convolution with queries and keys of unit length is one, so are all gates from their logits,
 monomials of degree 2, and a token's queries and keys turned and put in their places. The rest is projections, the
 attention, and the norm with the gate. What
 a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and a chain or a managed memory its
@@ -179,14 +179,18 @@ def test_a_step(rule: Any, made: Any) -> None:
         {"hidden": (16,), "window": 3},
         {"hidden": (16,), "blocks": 4, "gated": True},
         {"hidden": (), "blocks": 4, "window": 2},
+        {"hidden": (16,), "blocks": 4, "gated": True, "window": 3, "muon": deep.Muon()},
+        {"hidden": (), "muon": deep.Muon(0)},
+        {"hidden": (16,), "muon": deep.Muon(every="chunk")},
     ],
     ids=str,
 )
 def test_a_step_of_the_deep_memory(sizes: dict[str, Any]) -> None:
     """Over more tokens than a chunk has."""
     unlock = [3 * block for block in range(sizes.get("blocks", 1))]
-    made: dict[str, Any] = deep.make_inputs(tokens=2, chunk_size=4, dtype=torch.float32, **sizes)
-    options: dict[str, Any] = {"chunk_size": 4, "unlock": unlock}
+    options: dict[str, Any] = {"chunk_size": 4, "unlock": unlock, "muon": sizes.get("muon")}
+    shapes = {name: size for name, size in sizes.items() if name != "muon"}
+    made: dict[str, Any] = deep.make_inputs(tokens=2, chunk_size=4, dtype=torch.float32, **shapes)
     with torch.no_grad():
         _, state = deep_memory(**made, **options, backend="chunked")
         state = on_device(state)

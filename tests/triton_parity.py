@@ -30,6 +30,7 @@ from memzoo.kernels.addresses import make_inputs as addresses_inputs
 from memzoo.kernels.addresses import triton as addresses_triton
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
+from memzoo.kernels.deep_memory import triton_step as deep_step
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.gates import make_inputs as gate_inputs
@@ -328,6 +329,81 @@ def agree_token_by_token(case: dict[str, Any], dtype: torch.dtype, tokens: int =
         close(got.double(), want, OP[dtype])
 
 
+PER_TOKEN: dict[str, dict[str, Any]] = {
+    "mlp": {"hidden": (16,), "objective": "dot", "max_gradient_norm": 0.7},
+    "blocks": {"heads": 2, "hidden": (17,), "blocks": 4, "gated": True, "window": 3, "max_gradient_norm": 0.7},
+    "matrix": {"hidden": (), "value_dim": 5, "residual": False, "muon": deep.Muon(0)},
+    "matrix-blocks": {"heads": 2, "hidden": (), "blocks": 3, "window": 2},
+    "window": {"hidden": (20,), "window": 5, "has_halo": False, "log_retention": None, "activation": "silu"},
+    "gated": {"hidden": (16,), "gated": True, "value_dim": 5, "activation": "tanh"},
+    "relu": {"hidden": (18,), "blocks": 2, "activation": "relu", "muon": deep.Muon(1)},
+    "momentum": {"hidden": (16,), "log_retention": None, "activation": "gelu_tanh", "muon": deep.Muon(0)},
+    "wide": {"hidden": (66,), "key_dim": 66, "window": 2, "muon": deep.Muon(1)},
+}
+
+
+@dtypes
+@pytest.mark.parametrize("case", PER_TOKEN)
+def test_deep_memory_under_muon_at_every_token(case: str, dtype: torch.dtype) -> None:
+    """Rows at different places of their chunks, over their ends: read-outs and memory as the reference says, the state
+    as torch leaves it, which in bfloat16 takes turns with the kernels."""
+    sizes = {"heads": 1, **PER_TOKEN[case]}
+    known = ("residual", "objective", "activation", "max_gradient_norm", "muon")
+    options = {"muon": deep.Muon(2), **{n: sizes.pop(n) for n in known if n in sizes}}
+    options |= {"chunk_size": 3, "unlock": [2 * block for block in range(sizes.get("blocks", 1))]}
+    given = {n: sizes.pop(n) for n in SEQUENCES if n in sizes}
+    made: dict[str, Any] = {**deep.make_inputs(chunk_size=3, tokens=9, **sizes), **given}
+    narrow = {n: None if made.get(n) is None else made[n].to(dtype) for n in SEQUENCES}
+    wide = {n: None if x is None else x.double() for n, x in narrow.items()}
+    state = pytree.tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, made["state"])
+
+    def after(args: dict[str, Any], state: Any, backend: str, start: int, end: int) -> tuple[Tensor, Any]:
+        lengths = torch.tensor([1, 2]) if start == 0 else None
+        cut = {n: None if x is None else x[:, start:end] for n, x in args.items()}
+        return deep_memory(**cut, state=state, **options, lengths=lengths, backend=backend)
+
+    with torch.no_grad():
+        _, exact = after(wide, made["state"], "reference", 0, 2)
+        _, torchs = after(wide, made["state"], "chunked", 0, 2)
+        _, state = after(narrow, state, "chunked", 0, 2)
+        for t in range(2, 9):
+            want, exact = after(wide, exact, "reference", t, t + 1)
+            _, torchs = after(wide, torchs, "chunked", t, t + 1)
+            y, state = after(narrow, state, "chunked" if dtype == torch.bfloat16 and t % 3 == 1 else "triton", t, t + 1)
+            close(y.double(), want, OP[dtype])
+            expected = *pytree.tree_leaves(torchs), *pytree.tree_leaves(deep.materialize(exact))
+            found = *pytree.tree_leaves(state), *pytree.tree_leaves(deep.materialize(state))
+            for got, want in zip(found, expected, strict=True):
+                assert got.shape == want.shape
+                if want.any():
+                    close(got.double(), want.double(), OP[torch.float32])
+                else:
+                    assert not got.any()
+
+
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "triton"), (3, "chunked")])
+def test_deep_memory_under_muon_begins(tokens: int, backend: str) -> None:
+    """With one token, which torch reads, of bfloat16 inputs, too; and after a whole chunk, where what is written into
+    `M_t` is not written into the anchor."""
+    made: dict[str, Any] = deep.make_inputs(batch=1, tokens=6, heads=1, hidden=(16,), chunk_size=3, dtype=torch.float32)
+    args = {n: made.pop(n).bfloat16() for n in SEQUENCES if n in made}
+    found = []
+    with torch.no_grad():
+        for backends in ((backend, "triton"), ("chunked", "chunked")):
+            state, outputs = pytree.tree_map_only(Tensor, torch.clone, made["state"]), []
+            for start, end in ((0, tokens), *((t, t + 1) for t in range(tokens, 6))):
+                cut = {n: x[:, start:end] for n, x in args.items()}
+                each = backends[start > 0]
+                y, state = deep_memory(**cut, state=state, chunk_size=3, muon=deep.Muon(2), backend=each)
+                outputs.append(y)
+            found.append([torch.cat(outputs, dim=1).float(), *pytree.tree_leaves(state)])
+    for at, (got, want) in enumerate(zip(*found, strict=True)):
+        if want.any():
+            close(got.double(), want.double(), OP[torch.float32 if at else torch.bfloat16])
+    with pytest.raises(ValueError, match="of Muon's those of one token at a time, got 6"):
+        deep_memory(**args, **made, chunk_size=3, muon=deep.Muon(2), backend="triton")
+
+
 @pytest.mark.parametrize("hidden", [(16,), ()], ids=str)
 def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operators return what their fake implementations say, and write to nothing else than they say."""
@@ -335,13 +411,14 @@ def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pyte
 
     def noted(operator: Any) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
-            calls.append((operator, tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in given)))
+            calls.append((operator, pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), given)))
             return operator(*given)
 
         return call
 
-    for name in ("_walked", "_gradient", "_one"):
-        monkeypatch.setattr(deep_triton, name, noted(getattr(deep_triton, name)))
+    of_modules = (deep_triton, ("_walked", "_gradient")), (deep_step, ("_one", "_momentum", "_recalled"))
+    for module, name in ((module, name) for module, names in of_modules for name in names):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
     args: dict[str, Any] = deep.make_inputs(batch=1, tokens=6, heads=1, hidden=hidden, dtype=torch.float32)
     value = args["value"].clone().requires_grad_()
     deep_memory(**{**args, "value": value}, chunk_size=4, backend="triton")[0].sum().backward()
@@ -349,7 +426,10 @@ def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pyte
         _, state = deep_memory(**args, chunk_size=4, backend="triton")
         one = {n: x[:, :1] for n, x in args.items() if n in SEQUENCES}
         deep_memory(**one, state=state, chunk_size=4, backend="triton")
-    assert len(calls) == 4
+        muon, first = deep.Muon(1), {n: x[:, :3] for n, x in args.items() if n in SEQUENCES}
+        _, state = deep_memory(**{**args, **first}, chunk_size=4, muon=muon, backend="chunked")
+        deep_memory(**one, state=state, chunk_size=4, muon=muon, backend="triton")
+    assert len(calls) == 6
     for operator, given in calls:
         found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
         assert set(found.values()) == {"SUCCESS"}
@@ -380,22 +460,18 @@ def test_model_benchmark_checks_what_it_would_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend"),
     [
-        "titans-lmm-e1",
-        "titans-mag-e16",
-        "titans-mac-e16",
-        "retnet-e1",
-        "swla-e1",
-        "deltanet-e1",
-        "gated_deltanet-e1",
-        "comba-e1",
+        *((name, "triton") for name in ("titans-lmm-e1", "titans-mag-e16", "titans-mac-e16", "retnet-e1", "swla-e1")),
+        *((name, "triton") for name in ("deltanet-e1", "gated_deltanet-e1", "comba-e1")),
+        ("atlas-gated-token-e16", "auto"),
     ],
 )
-def test_model(name: str) -> None:
-    """Of one block: prefill in two pieces and decoding with Triton are one pass with torch; so are the gradients."""
-    wanted = zoo.build(name, num_hidden_layers=1).eval()
-    model = zoo.build(name, num_hidden_layers=1, kernel_backend="triton").eval()
+def test_model(name: str, backend: str) -> None:
+    """Of one block: prefill in two pieces and decoding with Triton (where it can, if it cannot all) are one pass with
+    torch; so are the gradients."""
+    wanted = zoo.build(name, num_hidden_layers=1, kernel_backend="chunked").eval()
+    model = zoo.build(name, num_hidden_layers=1, kernel_backend=backend).eval()
     ids = zoo.tokens(2, 20)
     with torch.no_grad():
         want = wanted(ids).logits

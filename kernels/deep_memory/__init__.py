@@ -52,8 +52,8 @@ from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, caster
 def _triton_refuses(problem: Problem) -> str | None:
     sizes, options = problem.sizes, problem.options
     muon = options["muon"]
-    if muon is not None and (sizes["T"] > 1 or muon.every == "token"):
-        return "takes plain gradient steps, of Muon's those of one token at a time where it is applied once a chunk"
+    if muon is not None and sizes["T"] > 1:
+        return f"takes plain gradient steps, of Muon's those of one token at a time, got {sizes['T']}"
     if sizes["L"] > 2:
         return f"computes memories of one or two layers, got {sizes['L']}"
     if sizes["C"] > 64 or sizes["R"] > 128:
@@ -195,8 +195,8 @@ def deep_memory(
         log_momentum: log of the momentum decay, `[B, T, H]`, in `[-inf, 0]`; `None` for plain gradient descent.
         step_size: inner step size, `[B, T, H]`, at least 0.
         state: from `initial_state` or from an earlier call. Without gradients a call with one token may write into the
-            state's buffers, its row and (by Triton, where it completes a chunk) the next anchor: go on from the state
-            that is returned, and copy one from which two texts shall go on.
+            state's buffers its row and, by Triton, `current` and where it completes a chunk the next anchor: go on from
+            the state that is returned, and copy one from which two texts shall go on.
         chunk_size: C, at least 1.
         window_gate: weight of the gradient of the token j before, `[B, T, H, c]`, at least 0; `None` for c = 1 and a
             weight of 1. A state with `halo` 0 lets a window end at the chunk's start.

@@ -125,7 +125,7 @@ def computed(
         held=() if grid.held is None else tuple(x.flatten(0, 1) for x in (*state.inputs, *state.deltas)),
     )
     if every_token:
-        outputs, current = _per_token(network, grid, tensors, momenta, log_retention, step_size, state)
+        outputs, current = _per_token(network, grid, tensors.wide(), momenta, log_retention, step_size, state)
         final = final._replace(
             write=torch.zeros_like(final.write),
             weight_keep=torch.zeros_like(final.weight_keep),

@@ -51,6 +51,7 @@ class Rows(NamedTuple):
     """`[N, M, R, E]`."""
 
 
+@torch.compiler.disable  # as `chunked.deep_memory`; a single token's op may come here without it
 def walk(
     network: Network,
     ends: Ends,
@@ -88,7 +89,10 @@ def walk(
             new = (*ended, *slots)
             memory = _where(is_done, new, memory) if isinstance(is_done, Tensor) else new
     whole = True if ends.done is None else (ends.done >= len(bounds))[:, None, None]
-    last = _where(whole, memory[:depth], last) if isinstance(whole, Tensor) else memory[:depth]
+    if isinstance(whole, Tensor):
+        last = _where(whole, memory[:depth], last)
+    else:
+        last = tuple(x.clone() for x in memory[:depth])  # a step may write into one and not the other
     return torch.stack(outputs), memory, factors, last
 
 

@@ -28,7 +28,7 @@ from memzoo.kernels.deep_memory.chunk import (
     read,
     read_backward,
 )
-from memzoo.kernels.registry import as_given
+from memzoo.kernels.registry import as_given, cast
 
 
 class Ends(NamedTuple):
@@ -87,6 +87,11 @@ class Tensors(NamedTuple):
 
     def flat(self) -> list[Tensor | None]:
         return [self.query, self.key, self.value, *self.coefficients, self.is_open, *self.memory, *self.held]
+
+    def wide(self) -> Tensors:
+        """With sequences in the dtype of the memory."""
+        query, key, value = (cast(x, self.memory[0].dtype) for x in (self.query, self.key, self.value))
+        return self._replace(query=query, key=key, value=value)
 
     @staticmethod
     def of(network: Network, flat: Sequence[Any]) -> Tensors:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memzoo.kernels.deep_memory import is_gated
-from memzoo.kernels.deep_memory.triton import _block, _is_open, _spread, _value
+from memzoo.kernels.deep_memory.triton_units import block_of, is_open_at, value_of
 from memzoo.kernels.linear_attention.triton import columns
 from memzoo.kernels.registry import may_write
 from memzoo.kernels.retrieval import Weights, kept
@@ -60,7 +60,7 @@ def _weights(p, p_past, row, column, stride, has_row, width, begun, SEGMENT: tl.
     if SEGMENT == 0:
         w = tl.load(p_past + at, mask=mask, other=0.0)
     else:
-        old = _spread(begun, at) > 0
+        old = tl.zeros_like(at) + begun > 0
         w = tl.load(p_past + at, mask=mask & old, other=0.0) + tl.load(p + at, mask=mask & (old == 0), other=0.0)
         tl.store(p_past + at, w, mask=mask & (old == 0))
     return w
@@ -115,11 +115,11 @@ def _retrieve_kernel(
                 x *= tl.sigmoid(x) * scale
         else:
             w = _weights(p_up, p_past_up, unit * PARTS, k_column, K, unit < U, K, begun, SEGMENT)
-            x = _value(tl.sum(w * q[None, :], axis=1), ACTIVATION)
+            x = value_of(tl.sum(w * q[None, :], axis=1), ACTIVATION)
             if PARTS == 2:
                 w = _weights(p_up, p_past_up, unit * PARTS + 1, k_column, K, unit < U, K, begun, SEGMENT)
                 x *= tl.sum(w * q[None, :], axis=1)
-        x *= _is_open(position, _block(unit, U, E), E, UNLOCK)
+        x *= is_open_at(position, block_of(unit, U, E), E, UNLOCK)
         w = _weights(p_down, p_past_down, v_column, unit, U, v_column < V, U, begun, SEGMENT)
         y += tl.sum(w * x[None, :], axis=1)
     if RESIDUAL:
