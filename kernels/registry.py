@@ -179,13 +179,14 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def may_hold(condition: Tensor) -> bool:
     """Whether any of `condition` holds: of a CPU's tensor the answer, of another device's yes, since the host would
-    wait for the answer. So what it guards may save a CPU work, and must be right where the condition does not hold."""
-    return condition.device.type != "cpu" or bool(condition.any())
+    wait for the answer, and so in a graph that is being made. So what it guards may save a CPU work, and must be right
+    where the condition does not hold."""
+    return condition.device.type != "cpu" or torch.compiler.is_compiling() or bool(condition.any())
 
 
 def known(x: Tensor) -> list[int] | None:
-    """The numbers `[B]` where the host has them without waiting: on a CPU."""
-    return x.tolist() if x.device.type == "cpu" else None
+    """The numbers `[B]` where the host has them without waiting: on a CPU, but for a graph that is being made."""
+    return x.tolist() if x.device.type == "cpu" and not torch.compiler.is_compiling() else None
 
 
 def may_be(x: Tensor, holds: Callable[[int], bool]) -> bool:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from memzoo.kernels.deep_memory.activations import GatedUnits, Units
 from memzoo.kernels.newton_schulz.chunked import newton_schulz, value_and_pullback
 from memzoo.kernels.registry import may_hold
 
+Value = TypeVar("Value")
 FADED = 0.35
 """The power by which `without_dust_` clears weights and momentum (6e-14 in float32, 2e-108 in float64): what a memory
 that has decayed returns is multiplied with it twice more."""
@@ -77,6 +78,19 @@ class Coefficients(NamedTuple):
         return self.write[..., -1, :]
 
 
+class _Found(Generic[Value]):
+    """A property that is found once; `functools.cached_property` takes a lock, which torch.compile does not trace."""
+
+    def __init__(self, find: Callable[[Any], Value]) -> None:
+        self.find, self.name = find, find.__name__
+
+    def __get__(self, owner: Any, kind: Any = None) -> Value:
+        found = self.find(owner)
+        if not torch.compiler.is_compiling():
+            owner.__dict__[self.name] = found
+        return found
+
+
 @dataclass(frozen=True)
 class Network:
     """The memory's network and how its weights fall into capacity blocks.
@@ -103,16 +117,16 @@ class Network:
     max_gradient_norm: float
     newton_schulz_steps: int | None = None
 
-    @cached_property
+    @_Found
     def depth(self) -> int:
         return len(self.widths) - 1
 
-    @cached_property
+    @_Found
     def outs(self) -> tuple[int, ...]:
         """What each layer gives, before its activation."""
         return tuple(2 * width if self.gated and at == 0 else width for at, width in enumerate(self.widths[1:]))
 
-    @cached_property
+    @_Found
     def units(self) -> Units:
         return (GatedUnits if self.gated else Units)(self.activation)
 
@@ -140,12 +154,12 @@ class Network:
         widths = self.row_widths
         return [x if x.shape[-1] == width else x[..., :width] for x, width in zip(rows, widths, strict=True)]
 
-    @cached_property
+    @_Found
     def row_widths(self) -> tuple[int, ...]:
         """Widths of a token's inputs, then deltas."""
         return (*self.widths[:-1], *self.outs)
 
-    @cached_property
+    @_Found
     def row_starts(self) -> tuple[int, ...]:
         """Where each of them begins, side by side, and where the last ends."""
         return tuple(accumulate(self.row_widths, initial=0))
@@ -224,8 +238,12 @@ class Network:
         return matrices.transpose(1, 2).flatten(1, 2) if matrices.ndim == 4 else matrices
 
 
-network_of = lru_cache(maxsize=256)(Network)
-"""The network, the same one for the same arguments: a step would else find its properties anew at every token."""
+def network_of(*arguments: Any) -> Network:
+    """The network, the same one for the same arguments: a step would else find its properties anew at every token."""
+    return Network(*arguments) if torch.compiler.is_compiling() else _network_of(*arguments)
+
+
+_network_of = lru_cache(maxsize=256)(Network)
 
 
 # A product with an anchor ----------------------------------------------------------------------------------------
@@ -349,7 +367,7 @@ def inner_row(
     row = torch.cat([*inputs, *deltas], dim=-1)
     # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: one norm of all rows is mostly
     # enough.
-    if bound == math.inf or (row.device.type == "cpu" and torch.linalg.vector_norm(row).item() ** 2 / 2 <= bound):
+    if bound == math.inf or not may_hold(torch.linalg.vector_norm(row).square() / 2 > bound):
         return row
     clip = _clip(network, inputs, deltas)
     return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)

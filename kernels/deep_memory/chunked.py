@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
-from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, per_token
+from memzoo.kernels.deep_memory import DeepMemoryState, Muon, is_gated, operator, per_token
 from memzoo.kernels.deep_memory.chunk import (
     Coefficients,
     Network,
@@ -49,13 +49,14 @@ Step = Callable[..., tuple[Tensor, DeepMemoryState]]
 """`step`."""
 
 
-@torch.compiler.disable  # a Python walk over the chunks: dynamo would trace every chunk, for nothing
 def deep_memory(*inputs: Any, **options: Any) -> tuple[Tensor, DeepMemoryState]:
     """See `memzoo.kernels.deep_memory.deep_memory`."""
     return computed(_walk, step, *inputs, **options)
 
 
 def _walk(network: Network, ends: Ends, tensors: Tensors, differentiable: bool) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return operator.walk(network, ends, tensors)
     return Walk.apply(network, ends, *tensors.flat()) if differentiable else walk(network, ends, tensors)
 
 
@@ -645,12 +646,13 @@ def side_by_side(network: Network, state: DeepMemoryState) -> tuple[Tensor, tupl
     """A buffer `[B, H, R, sum of widths]` that can be written, and its parts, the state's inputs and deltas: those of
     the state where they lie so already, as a step leaves them, else copies. A token's are written to it at once."""
     factors, first = (*state.inputs, *state.deltas), state.inputs[0]
-    batch, heads, room, _ = first.shape
-    *starts, width = network.row_starts
-    strides, begin, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
-    places = [begin + size * start for start in starts]
-    if first.stride() == strides and [x.data_ptr() for x in factors] == places and may_write(first):
-        return first.as_strided((batch, heads, room, width), strides), state.inputs, state.deltas
+    if not torch.compiler.is_compiling():  # a graph knows no addresses
+        batch, heads, room, _ = first.shape
+        *starts, width = network.row_starts
+        strides, begin, size = (heads * room * width, room * width, width, 1), first.data_ptr(), first.element_size()
+        places = [begin + size * start for start in starts]
+        if first.stride() == strides and [x.data_ptr() for x in factors] == places and may_write(first):
+            return first.as_strided((batch, heads, room, width), strides), state.inputs, state.deltas
     buffer = torch.cat(factors, dim=-1)
     parts = buffer.split(network.row_widths, dim=-1)
     return buffer, parts[: network.depth], parts[network.depth :]

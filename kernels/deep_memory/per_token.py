@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     """`[N, M, R, E]`."""
 
 
-@torch.compiler.disable  # as `chunked.deep_memory`; a single token's op may come here without it
+@torch.compiler.disable  # else dynamo would trace every chunk
 def walk(
     network: Network,
     ends: Ends,

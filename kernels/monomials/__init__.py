@@ -13,7 +13,6 @@ the projection; the division, so that features of a unit vector are no longer th
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,12 +96,18 @@ def _choose(
 
 def places(width: int, degree: int) -> list[tuple[int, ...]]:
     """The factors' coordinates of every monomial, in the order of the features."""
-    return list(itertools.combinations_with_replacement(range(width), degree))
+    found: list[tuple[int, ...]] = [()]
+    for _ in range(degree):
+        found = [(*place, i) for place in found for i in range(place[-1] if place else 0, width)]
+    return found
 
 
 def multiplicity(place: tuple[int, ...]) -> int:
     """Of how many entries of `z^(x)i` a monomial is one."""
-    return math.factorial(len(place)) // math.prod(math.factorial(place.count(i)) for i in set(place))
+    count = math.factorial(len(place))
+    for at in range(len(place)):
+        count //= place[: at + 1].count(place[at])
+    return count
 
 
 def make_inputs(

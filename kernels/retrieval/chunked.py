@@ -29,12 +29,13 @@ def retrieve(
     units = (GatedUnits if is_gated(past) else Units)(activation)
     depth = len(past)
     q = cast(unit_length(F.silu(query)) if unit else query, past[0].dtype).movedim(2, 1)
+    is_open: Tensor | None = None
     if len(unlock) > 1:
         token = position[:, None] + torch.arange(query.shape[1], device=query.device)
         is_open = (token[..., None] >= constant(unlock, position)).to(q.dtype)[:, None]  # [B, 1, T, E]
 
     def mask(x: Tensor) -> Tensor:
-        return x if len(unlock) == 1 else x * is_open[..., block_of_unit(x.shape[-1], len(unlock), x.device)]
+        return x if is_open is None else x * is_open[..., block_of_unit(x.shape[-1], len(unlock), x.device)]
 
     x = mask(q) if depth == 1 else q
     for layer, weight in enumerate(past):
