@@ -71,7 +71,7 @@ class ExponentialMemory(nn.Module):
         """
         if room is not None:
             y, state = self.begin(batch, like, persistent)
-            held = {name: F.pad(getattr(state.memory, name), (0, 0, room, 0)) for name in ("keys", "written")}
+            held = {name: F.pad(getattr(state.memory, name), (0, 0, 0, room)) for name in ("keys", "written")}
             return y, state._replace(memory=state.memory._replace(**held))
         tail = like.new_zeros(batch, self.conv.weight.shape[1] - 1, self.conv.weight.shape[0])
         memory = self._initial(batch, like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
@@ -85,7 +85,7 @@ class ExponentialMemory(nn.Module):
 
     def contents(self, state: MemoryState) -> tuple[Tensor, ...]:
         """All keys, what is written at them, and the weights if there are any."""
-        return tuple(state.memory)[: len(state.memory._fields) - 2]
+        return tuple(state.memory)[: len(state.memory._fields) - 3]
 
     def retrieve(self, x: Tensor, contents: tuple[Tensor, ...], position: Tensor, query: nn.Linear) -> Tensor:
         """`M phi(q)` for `q = x query`, without writing, `[B, L, D]` to `[B, L, H V]`."""
@@ -94,11 +94,11 @@ class ExponentialMemory(nn.Module):
 
     def _initial(self, batch: int, like: Tensor) -> Any:
         """The empty memory of `batch` rows, in the dtype and on the device of `like`."""
-        width = self.value_dim + (1 if self.normalizer else 0)
-        return exponential_memory.initial_state(batch, self.heads, self.key_dim, width, window=self.lags, like=like)
+        sizes = (batch, self.heads, self.key_dim, self.value_dim)
+        return exponential_memory.initial_state(*sizes, window=self.lags, like=like, normalizer=self.normalizer)
 
     def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
-        return self._normalized(exponential_memory.retrieve(q, *contents, scale=self.scale))
+        return exponential_memory.retrieve(q, *contents, scale=self.scale, normalizer=self.normalizer)
 
     def _memorize(
         self,
@@ -112,9 +112,7 @@ class ExponentialMemory(nn.Module):
         grows: bool,
     ) -> tuple[Tensor, Any]:
         """The rule, from `[B, L, H, ...]`: read-outs and the new memory."""
-        if self.normalizer:
-            v = F.pad(v, (0, 1), value=1.0)
-        y, memory = exponential_memory.exponential_memory(
+        return exponential_memory.exponential_memory(
             q,
             k,
             v,
@@ -123,11 +121,11 @@ class ExponentialMemory(nn.Module):
             state,
             scale=self.scale,
             objective=self.objective,
+            normalizer=self.normalizer,
             lengths=lengths,
             grows=grows,
             backend=self.backend,
         )
-        return self._normalized(y), memory
 
     def _read(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, schedule: CapacitySchedule, grows: bool
@@ -164,13 +162,6 @@ class ExponentialMemory(nn.Module):
             grows,
         )
         return cast(y.flatten(2), dtype), MemoryState(tail, memory)
-
-    def _normalized(self, y: Tensor) -> Tensor:
-        """Read-outs over their last coordinate, which is 0 only where nothing is written."""
-        if not self.normalizer:
-            return y
-        total = y[..., -1:]
-        return y[..., :-1] / torch.where(total > 0, total, 1)
 
     def _opened(self, v: Tensor, position: Tensor, schedule: CapacitySchedule) -> Tensor:
         """Values `[B, L, H, V]` with 0 where a token sees no open block."""
