@@ -44,7 +44,9 @@ def triton_refuses_all_but_a_token(problem: Problem) -> str | None:
 OP = Op(
     name="exponential_memory",
     backends=(
-        Backend("triton", "memzoo.kernels.exponential_memory.triton:exponential_memory", triton_refuses_all_but_a_token),
+        Backend(
+            "triton", "memzoo.kernels.exponential_memory.triton:exponential_memory", triton_refuses_all_but_a_token
+        ),
         Backend("chunked", "memzoo.kernels.exponential_memory.chunked:exponential_memory"),
         Backend("reference", "memzoo.kernels.exponential_memory.reference:exponential_memory"),
     ),

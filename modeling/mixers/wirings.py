@@ -304,7 +304,7 @@ class MAC(Wiring):
 
 
 def _of_rows(at: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` in the rows `at` `[R]`, `old` in the others, both `[R, H, N, ...]`; that of fewer N is followed by zeros."""
+    """`new` in the rows `at` `[R]`, `old` in the others, both `[R, H, N, ...]`; zeros behind that of fewer N."""
     count = max(new.shape[2], old.shape[2])
     new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, 0, count - x.shape[2])) for x in (new, old))
     return torch.where(at[:, None, None, None], new, old)
