@@ -381,8 +381,8 @@ DEEP_EXPONENTIAL: dict[str, dict[str, Any]] = {
 
 
 def tokens_one_by_one(rule: Callable, case: dict[str, Any], dtype: torch.dtype) -> None:
-    """After `read` tokens of rows of several lengths; every one of the five tokens but the third, which a row lacks, is
-    for all of them. Then the state too, row by row what there is of it."""
+    """After `read` tokens of rows of several lengths, which no window reaches; every one of the five tokens but the
+    third, which a row lacks, is for all of them. Then the state too, row by row what there is of it."""
     sizes = dict(case)
     read, room, retention = sizes.pop("read", 2), sizes.pop("room", False), sizes.pop("retention", True)
     options = {n: sizes.pop(n) for n in ("objective", "activation", "max_gradient_norm") if n in sizes}
@@ -403,6 +403,8 @@ def tokens_one_by_one(rule: Callable, case: dict[str, Any], dtype: torch.dtype) 
                 grows = start == 0 or not room
                 y, state = rule(**{**given, **cut, "state": state}, lengths=lengths, grows=grows, backend=by)
                 outputs.append(y[:, :0] if start == 0 else y[[0, 2]] if lengths is not None else y)
+                if start == 0:
+                    state = state._replace(position=torch.zeros_like(state.position))
                 if start == 0 and room:
                     more = {n: torch.nn.functional.pad(getattr(state, n), (0, 0, 0, 20)) for n in ("keys", "written")}
                     state = state._replace(**more)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from memzoo.kernels import exponential_memory, registry
 from memzoo.kernels.deep_memory import ACTIVATIONS
-from memzoo.kernels.deep_memory.activations import ACTIVATION
+from memzoo.kernels.deep_memory.activations import ACTIVATION, Activation
 from memzoo.kernels.exponential_memory import OBJECTIVES, kernel, problem_of, triton_refuses_all_but_a_token
 from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
@@ -168,20 +168,13 @@ def retrieve(
     """`M(q)` of a memory as its state holds it, for all queries `[B, T, H, K]`: `[B, T, H, V]` in the state's dtype."""
     with as_given(query.device):
         q = cast(query, keys.dtype).movedim(2, 1)
-        return answer(q, keys, written, first, second, scale, activation).movedim(1, 2)
+        hidden = q @ first.mT + kernel(q, keys, scale) @ written
+        return answer(q, hidden, second, ACTIVATION[activation]).movedim(1, 2)
 
 
-def answer(
-    x: Tensor, keys: Tensor, written: Tensor, first: Tensor, second: Tensor, scale: float, activation: str
-) -> Tensor:
-    """`M(x)`, `[B, H, X, K]` to `[B, H, X, V]`."""
-    hidden = ACTIVATION[activation].value(before(x, keys, written, first, scale))
-    return x[..., : second.shape[2]] + hidden @ second.mT
-
-
-def before(x: Tensor, keys: Tensor, written: Tensor, first: Tensor, scale: float) -> Tensor:
-    """`W_2 phi(x)`, `[B, H, X, K]` to `[B, H, X, F]`."""
-    return x @ first.mT + kernel(x, keys, scale) @ written
+def answer(x: Tensor, hidden: Tensor, second: Tensor, activation: Activation) -> Tensor:
+    """`M(x)`, `[B, H, X, V]`, from `x` `[B, H, X, K]` and `W_2 phi(x)` `[B, H, X, F]`."""
+    return x[..., : second.shape[2]] + activation.value(hidden) @ second.mT
 
 
 def make_inputs(

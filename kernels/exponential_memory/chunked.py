@@ -9,11 +9,11 @@ For "dot" every w is given by its value. For "l2" they solve the triangular syst
 
     w_{t,j} + step_size_{t,j} sum_{n<t, i} A(t-1, n) (phi(k_{n-i}) . phi(k_{t-j})) w_{n,i}
         = step_size_{t,j} (v_{t-j} - A(t-1, 0) M_0 phi(k_{t-j}))
+
+A single token has no system: its errors are those at `M_0`.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memzoo.kernels.decay import interval_products
 from memzoo.kernels.exponential_memory import ExponentialState, kernel
-from memzoo.kernels.exponential_memory.places import Tokens, by_torch
+from memzoo.kernels.exponential_memory.places import Memory, Tokens, by_torch
 
 SEGMENT = 64
 """Tokens at a time."""
@@ -30,6 +30,8 @@ SEGMENT = 64
 @by_torch
 def exponential_memory(tokens: Tokens, state: ExponentialState, scale: float, objective: str) -> tuple[Tensor, Tensor]:
     """Outputs `[B, H, T, V]`, and what is written at the keys of the pairs, `[B, H, c - 1 + T, V]`."""
+    if tokens.query.shape[2] == 1:
+        return _token(tokens, state, scale, objective)
     before = tokens.keys.shape[2] - tokens.query.shape[2]
     passed, added, outputs = None, torch.zeros_like(tokens.values[:, :, :before]), []
     for start in range(0, tokens.query.shape[2], SEGMENT):
@@ -41,31 +43,25 @@ def exponential_memory(tokens: Tokens, state: ExponentialState, scale: float, ob
             tokens.log_retention[:, :, part],
             tokens.step_size[:, :, part],
         )
-        memory = _Memory(state.keys, state.written, passed, tokens.keys[:, :, : start + before], added)
+        memory = Memory(state.keys, state.written, passed, tokens.keys[:, :, : start + before], added)
         y, keep, added = _segment(segment, memory, scale, objective)
         passed = keep if passed is None else passed * keep
         outputs.append(y)
     return torch.cat(outputs, dim=2), added
 
 
-class _Memory(NamedTuple):
-    """What was written before the call, all of which has passed the same retention since, and what has been in it."""
-
-    keys: Tensor
-    written: Tensor
-    passed: Tensor | None
-    new_keys: Tensor
-    added: Tensor
-
-    def read(self, x: Tensor, scale: float) -> Tensor:
-        """`M phi(x)`."""
-        y = kernel(x, self.keys, scale) @ self.written
-        if self.passed is not None:
-            y = self.passed * y
-        return y if self.added.shape[2] == 0 else y + kernel(x, self.new_keys, scale) @ self.added
+def _token(tokens: Tokens, state: ExponentialState, scale: float, objective: str) -> tuple[Tensor, Tensor]:
+    asking, step = tokens.query, tokens.step_size.flip(-1).mT
+    if objective == "l2":
+        asking = torch.cat([tokens.keys, asking], dim=2)
+    said, write = kernel(asking, state.keys, scale) @ state.written, step * tokens.values
+    if objective == "l2":
+        write = write - step * said[:, :, :-1]
+    keep = tokens.log_retention[..., None].exp()
+    return keep * said[:, :, -1:] + kernel(tokens.query, tokens.keys, scale) @ write, write
 
 
-def _segment(tokens: Tokens, memory: _Memory, scale: float, objective: str) -> tuple[Tensor, Tensor, Tensor]:
+def _segment(tokens: Tokens, memory: Memory, scale: float, objective: str) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of S tokens, the retention that what was written before them has passed, `[B, H, 1, 1]`, and what has
     been written in this call after them."""
     query, step_size = tokens.query, tokens.step_size

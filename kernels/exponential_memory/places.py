@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memzoo.kernels.exponential_memory import ExponentialState, normalized
+from memzoo.kernels.exponential_memory import ExponentialState, kernel, normalized
 from memzoo.kernels.registry import cast, may_write
 
 State = TypeVar("State", bound=Any)
@@ -35,6 +35,25 @@ class Tokens(NamedTuple):
     """`[B, H, T]`; 0 for padding."""
     step_size: Tensor
     """`[B, H, T, c]`; 0 for padding and for pairs that do not exist."""
+
+
+class Memory(NamedTuple):
+    """What was written before a call, all of which has passed the same retention in it, and what has been in the call,
+    at the keys of some first pairs."""
+
+    keys: Tensor
+    written: Tensor
+    passed: Tensor | None
+    """That retention, `[B, H, 1, 1]`; `None` for 1."""
+    new_keys: Tensor
+    added: Tensor
+
+    def read(self, x: Tensor, scale: float) -> Tensor:
+        """`M phi(x)`, `[B, H, X, K]` to `[B, H, X, V]`."""
+        y = kernel(x, self.keys, scale) @ self.written
+        if self.passed is not None:
+            y = self.passed * y
+        return y if self.added.shape[2] == 0 else y + kernel(x, self.new_keys, scale) @ self.added
 
 
 def by_torch(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ExponentialState]]:
@@ -84,7 +103,8 @@ def tokens_of(
     if state.keys.shape[2] == 0:
         recent = k.new_zeros(*k.shape[:2], before, k.shape[3])
     else:
-        recent = state.keys.gather(2, _index(state.keys, state.length - before, before))
+        place = _places(state.length - before, before, state.keys.shape[2])
+        recent = state.keys.gather(2, _of_rows(place, state.keys))
     return Tokens(q, torch.cat([recent, k], dim=2), torch.cat([state.recent_values, v], dim=2), gate, step)
 
 
@@ -112,33 +132,38 @@ def advanced(state: State, tokens: Tokens, added: Tensor, lengths: Tensor | None
     """
     count, before = tokens.query.shape[2], state.recent_values.shape[2]
     keep = tokens.log_retention.sum(2).exp()[..., None, None]
-    held = state.keys, state.written
     if grows:
         keys, written = F.pad(state.keys, (0, 0, 0, count)), F.pad(keep * state.written, (0, 0, 0, count))
-    elif count > 1 or torch.is_grad_enabled() or not all(x.is_contiguous() and may_write(x) for x in held):
+    elif count > 1 or torch.is_grad_enabled():
         keys, written = state.keys.clone(), keep * state.written
     else:
-        keys, written = state.keys, state.written.mul_(keep)
-    _add(keys, tokens.keys[:, :, before:], state.length)
-    _add(written, added, state.length - before)
+        keys, written = writable(state.keys), writable(state.written).mul_(keep)
+    # What has no place of its own is 0: of tokens before the first, and padding.
+    place = _places(state.length - before, before + count, keys.shape[2])
+    keys.scatter_add_(2, _of_rows(place[:, before:], keys), tokens.keys[:, :, before:])
+    written.scatter_add_(2, _of_rows(place, written), added)
     values = tokens.values
     if lengths is None:
         recent = values[:, :, count:].clone()
     else:
-        recent = values.gather(2, _index(values, lengths, before))
+        recent = values.gather(2, _of_rows(_places(lengths, before, values.shape[2]), values))
     new = count if lengths is None else lengths
     return state._replace(
         keys=keys, written=written, recent_values=recent, position=state.position + new, length=state.length + new
     )
 
 
-def _index(x: Tensor, first: Tensor, count: int) -> Tensor:
-    """The places from `first` `[B]` on in `x` `[B, H, R, D]`, `[B, H, count, D]`; for those that it has not got, which
-    are of tokens before the first or of padding, some that it has."""
-    place = (first[:, None] + torch.arange(count, device=x.device)).clamp(0, x.shape[2] - 1)
+def writable(x: Tensor) -> Tensor:
+    """The tensor or a copy, of what a graph needs, rows share, or only `torch.inference_mode` may write to."""
+    may = x.is_contiguous() and not x.requires_grad and may_write(x)
+    return x if may else x.clone(memory_format=torch.contiguous_format)
+
+
+def _places(first: Tensor, count: int, of: int) -> Tensor:
+    """The places from `first` `[B]` on, `[B, count]`; for one that is not among 0 to `of` - 1 the nearest that is."""
+    return (first[:, None] + torch.arange(count, device=first.device)).clamp(0, of - 1)
+
+
+def _of_rows(place: Tensor, x: Tensor) -> Tensor:
+    """The index of places `[B, N]` of `x` `[B, H, R, D]`, `[B, H, N, D]`."""
     return place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-
-
-def _add(x: Tensor, new: Tensor, first: Tensor) -> None:
-    """Add rows to `x` from the place `first` of each row of the batch on; those without a place are 0."""
-    x.scatter_add_(2, _index(x, first, new.shape[2]), new)

@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from memzoo.kernels.exponential_memory import ExponentialState
+from memzoo.kernels.exponential_memory.places import writable
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
-from memzoo.kernels.registry import may_write
 from memzoo.kernels.triton_support import contiguous, fresh, launch, tile
 
 PARTS = 32
@@ -70,11 +70,6 @@ def exponential_memory(
 def with_place(x: Tensor, grows: bool) -> Tensor:
     """`x` `[B, H, R, D]` or a copy that may be written to, with a place more if it `grows`."""
     return F.pad(x, (0, 0, 0, 1)) if grows else writable(x)
-
-
-def writable(x: Tensor) -> Tensor:
-    """The tensor or a copy, of what rows share or only `torch.inference_mode` may write to."""
-    return x if x.is_contiguous() and may_write(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit
