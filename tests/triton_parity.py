@@ -372,7 +372,7 @@ EXPONENTIAL: dict[str, dict[str, Any]] = {
     "dot-window": {"objective": "l2", "window": 3, "read": 40},
 }
 DEEP_EXPONENTIAL: dict[str, dict[str, Any]] = {
-    "plain": {"retention": False, "activation": "tanh"},
+    "plain": {"retention": False, "activation": "tanh", "hidden": 300},
     "bound": {"max_gradient_norm": 0.3, "room": True, "read": 40},
     "window": {"window": 3, "hidden": 70, "max_gradient_norm": 0.3},
     "dot": {"objective": "l2", "room": True, "activation": "silu"},
