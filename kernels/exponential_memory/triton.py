@@ -68,8 +68,8 @@ def exponential_memory(
 
 
 def with_place(x: Tensor, grows: bool) -> Tensor:
-    """`x` `[B, H, R, D]` or a copy that may be written to, with a place more if it `grows`."""
-    return F.pad(x, (0, 0, 0, 1)) if grows else writable(x)
+    """`x` `[B, H, R, D]` or a copy, contiguous, that may be written to; with a place more if it `grows`."""
+    return writable(F.pad(x, (0, 0, 0, 1)) if grows else x)
 
 
 @triton.jit
