@@ -29,9 +29,11 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
 from memzoo.kernels.addresses import triton as addresses
+from memzoo.kernels.deep_exponential_memory import triton as deep_exponential_memory
 from memzoo.kernels.deep_memory import triton as deep_memory
 from memzoo.kernels.deep_memory import triton_step as deep_step
 from memzoo.kernels.delta_rule import triton as delta_rule
+from memzoo.kernels.exponential_memory import triton as exponential_memory
 from memzoo.kernels.gates import triton as gates
 from memzoo.kernels.kv_write import triton as kv_write
 from memzoo.kernels.linear_attention import triton as linear_attention
@@ -246,6 +248,34 @@ def addressed(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int
         addresses.backward(*outputs, *qk, *numbers, unit_eps, unit)
 
 
+def _token(
+    dtype: torch.dtype, batch: int, heads: int, head_dim: int, window: int, places: int, width: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]:
+    """One token's inputs, the keys with what is written at them, and the rest of the state."""
+    x, count = meta(batch, 1, heads, head_dim, dtype=dtype), meta(batch, dtype=torch.int64)
+    inputs = x, x, x, meta(batch, 1, heads), meta(batch, 1, heads, window)
+    held = meta(batch, heads, places, head_dim), meta(batch, heads, places, width)
+    return inputs, held, (meta(batch, heads, window - 1, head_dim), count, count, None)
+
+
+def exponential(dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, head_dim: int = 48) -> None:
+    """Of one token after the others: the members' rules, each with the window that it has by default."""
+    for window, l2, normalizer in ((1, False, True), (4, False, True), (4, True, False)):
+        inputs, held, rest = _token(dtype, batch, heads, head_dim, window, tokens, head_dim + normalizer)
+        exponential_memory.one_token(*inputs, *held, *rest, 7.0, l2, normalizer)
+
+
+def deep_exponential(
+    dtype: torch.dtype, batch: int = 2, tokens: int = 2048, heads: int = 16, head_dim: int = 48
+) -> None:
+    """Of one token after the others, likewise."""
+    hidden = 4 * head_dim
+    layers = meta(batch, heads, hidden, head_dim), meta(batch, heads, head_dim, hidden)
+    for window, l2 in ((1, False), (4, False), (4, True)):
+        inputs, held, rest = _token(dtype, batch, heads, head_dim, window, tokens, hidden)
+        deep_exponential_memory.one_token(*inputs, *held, *layers, *rest, 7.0, l2, "gelu", 1.0)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -260,6 +290,8 @@ OPS: dict[str, Callable[..., None]] = {
     "rotary": turned,
     "opened": open_to,
     "addresses": addressed,
+    "exponential_memory": exponential,
+    "deep_exponential_memory": deep_exponential,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}

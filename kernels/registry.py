@@ -197,7 +197,10 @@ def may_be(x: Tensor, holds: Callable[[int], bool]) -> bool:
 
 
 def may_write(x: Tensor) -> bool:
-    """Whether in-place operations may change it: what was made under `torch.inference_mode` is changed there only."""
+    """Whether in-place operations may change it: what was made under `torch.inference_mode` is changed there only. A
+    graph of torch.compile cannot ask, and raises where it may not."""
+    if torch.compiler.is_compiling():
+        return True
     return not x.is_inference() or torch.is_inference_mode_enabled()
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memzoo.modeling.sequences import Rows
 
 
-FORMAT = "memzoo.memory.3"
+FORMAT = "memzoo.memory.4"
 """Of a saved memory: another one where a state's tensors, or what they mean, have changed."""
 
 

@@ -267,8 +267,8 @@ def test_a_memory_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> Non
     save_file(load_file(path), tmp_path / "plain.safetensors")
     with pytest.raises(ValueError, match="holds no memory"):
         load_memory(tmp_path / "plain.safetensors", model)
-    save_file(load_file(path), tmp_path / "old.safetensors", metadata={"format": "memzoo.memory.2"})
-    with pytest.raises(ValueError, match=r"another version of memzoo: expected the format memzoo\.memory\.3, got"):
+    save_file(load_file(path), tmp_path / "old.safetensors", metadata={"format": "memzoo.memory.3"})
+    with pytest.raises(ValueError, match=r"another version of memzoo: expected the format memzoo\.memory\.4, got"):
         load_memory(tmp_path / "old.safetensors", model)
     (tmp_path / "text.safetensors").write_text("no tensors here")
     with pytest.raises(ValueError, match="holds no memory"):

@@ -24,17 +24,17 @@ def test_is_gradient_descent_on_features(objective: str, window: int, bound: flo
     """Second witness: autograd of the inner loss in `W_2`, written out on the Taylor series of the exponential of
     one-dimensional keys, and `W_1`."""
     args = make_inputs(batch=1, heads=1, key_dim=1, value_dim=1, hidden=4, window=window)
-    scale, state = float(args["scale"]), args["state"]  # type: ignore[arg-type]
+    scale, state = float(args["scale"]), args["state"]
     degrees = torch.arange(40, dtype=torch.float64)
     roots = (degrees * math.log(scale) - torch.lgamma(degrees + 1) - scale).mul(0.5).exp()
 
     def memory(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
         return x + second @ torch.nn.functional.gelu(first @ (roots * x**degrees))
 
-    q, k, v, log_a, step = (args[name][0, :, 0] for name in SEQUENCES)  # type: ignore[index]
+    q, k, v, log_a, step = (args[name][0, :, 0] for name in SEQUENCES)
     first = torch.zeros(4, 40, dtype=torch.float64)
-    first[:, 1] = state.first[0, 0, :, 0] / roots[1]  # type: ignore[attr-defined]
-    second, want = state.second[0, 0], []  # type: ignore[attr-defined]
+    first[:, 1] = state.first[0, 0, :, 0] / roots[1]
+    second, want = state.second[0, 0], []
     for t in range(len(q)):
         new = [log_a[t].exp() * first, log_a[t].exp() * second]
         for j in range(min(window, t + 1)):
@@ -48,7 +48,7 @@ def test_is_gradient_descent_on_features(objective: str, window: int, bound: flo
         want.append(memory(first, second, q[t]))
     got, final = deep_exponential_memory(**args, objective=objective, max_gradient_norm=bound)
     close(got[0, :, 0], torch.stack(want), OP[torch.float64])
-    answers = retrieve(args["query"], *final[:4], scale=scale)  # type: ignore[arg-type]
+    answers = retrieve(args["query"], *final[:4], scale=scale)
     close(answers[0, :, 0], torch.stack([memory(first, second, x) for x in q]), OP[torch.float64])
 
 
@@ -60,7 +60,7 @@ def test_pieces_and_ragged_rows_equal_one_pass(objective: str, window: int) -> N
     def piece(low: list[int], count: int, state: Any, lengths: list[int] | None) -> tuple[Tensor, Any]:
         index = (torch.tensor(low)[:, None] + torch.arange(count)).clamp(max=8)
         rows = torch.arange(2)[:, None]
-        part = {name: args[name][rows, index] for name in SEQUENCES}  # type: ignore[index]
+        part = {name: args[name][rows, index] for name in SEQUENCES}
         given = None if lengths is None else torch.tensor(lengths)
         return deep_exponential_memory(**{**args, **part, "state": state}, objective=objective, lengths=given)
 
@@ -77,8 +77,8 @@ def test_pieces_and_ragged_rows_equal_one_pass(objective: str, window: int) -> N
 def test_gradcheck(objective: str) -> None:
     args = make_inputs(batch=1, tokens=4, heads=1, key_dim=2, value_dim=2, hidden=3, window=2)
     state = args["state"]
-    leaves = [args[name].requires_grad_() for name in SEQUENCES]  # type: ignore[attr-defined]
-    weights = [w[0].clone().requires_grad_() for w in (state.first, state.second)]  # type: ignore[attr-defined]
+    leaves = [args[name].requires_grad_() for name in SEQUENCES]
+    weights = [w[0].clone().requires_grad_() for w in (state.first, state.second)]
 
     def call(first: Tensor, second: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
         named = dict(zip(SEQUENCES, values, strict=True))

@@ -53,22 +53,22 @@ LAUNCHES = {
     "gated_deltanet-e1": 9,
     "comba-e1": 10,
     "swla-e1": 11,
-    "swdt-e1": 58,
-    "dot-e4": 81,
-    "deep_transformer-mlp-e1": 79,
+    "swdt-e1": 9,
+    "dot-e4": 10,
+    "deep_transformer-mlp-e1": 13,
     "transformer_pp-mixed": 8,
     "hope_attention-e1": 6,
     "hope-stream": 85,
     "memory_managed-e1": 11,
 }
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
-step, read, gates and write, is one of them wherever there is a kernel for it: not for exponential features and Hope's
-memories, which torch computes. Muon starts one more kernel per layer of the memory, and at every token one besides. The
-convolution with queries and keys of unit length is one, so are all gates from their logits,
-monomials of degree 2, and a token's queries and keys turned and put in their places. The rest is projections, the
-attention, and the norm with the gate. What
-a block adds to its mixer are nine: two norms, two sums, five of the feed-forward (and a chain or a managed memory its
-own, which are not counted)."""
+step, read, gates and write, is one of them wherever there is a kernel for it: not for Hope's memories, which torch
+computes. Muon starts one more for each layer of the memory, and at every token one besides; a memory on exponential
+features, whose errors need the sums over all keys, two in all. The convolution with queries and keys of unit length is
+one, so are all gates from their logits, monomials of degree 2, Proteus' opening of keys or values, the rotary
+embedding, Comba's addresses, what a segment's past says, and a token's queries and keys turned and put in their places.
+The rest is projections, the attention, and the norm with the gate. What a block adds to its mixer are nine: two norms,
+two sums, five of the feed-forward (and a chain or a managed memory its own, which are not counted)."""
 ASKING = {
     "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which no other token takes",
     "hope_attention-nested": "the same",
@@ -101,16 +101,18 @@ class NoLists(TorchFunctionMode):
 
 class Counted(TorchDispatchMode):
     """Kernels that a GPU starts: one for each operator that is neither a view nor mere room for a tensor, whether
-    aten's or Triton's. A decoding step of ours is one."""
+    aten's or Triton's. A decoding step of ours is one, on exponential features two."""
 
     NONE = ("empty", "new_empty", "empty_like", "_unsafe_view", "scalar_tensor", "promote_types")
+    TWO = ("exponential_memory_step", "deep_exponential_memory_step")
 
     def __init__(self) -> None:
         super().__init__()
         self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.launches += not func.is_view and func.overloadpacket.__name__ not in self.NONE
+        name = func.overloadpacket.__name__
+        self.launches += 0 if func.is_view or name in self.NONE else 2 if name in self.TWO else 1
         return func(*args, **(kwargs or {}))
 
 

@@ -15,13 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from memzoo.kernels import deep_exponential_memory as deep_exponential
 from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import exponential_memory as exponential
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import registry
+from memzoo.kernels.deep_exponential_memory import deep_exponential_memory
 from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.exponential_memory import exponential_memory
 from memzoo.kernels.linear_attention import linear_attention
 from memzoo.kernels.newton_schulz import newton_schulz
 from memzoo.kernels.norm_gate import norm_gate
@@ -47,6 +52,8 @@ OPS = [
     "rotary",
     "opened",
     "addresses",
+    "exponential_memory",
+    "deep_exponential_memory",
 ]
 # No products, or products of float32 numbers.
 WITHOUT_TENSOR_CORES = tuple(op for op in OPS if op not in ("linear_attention", "delta_rule", "deep_memory"))
@@ -216,6 +223,36 @@ def test_compiles_into_one_graph(rule: Callable) -> None:
         one = module.make_inputs(tokens=1)
         rule(**{name: torch.empty(x.shape, device="cuda") for name, x in one.items()})
     assert (y.shape, state.shape) == (args["query"].shape[:3] + args["state"].shape[3:], args["state"].shape)
+
+
+@pytest.mark.parametrize("rule", [exponential_memory, deep_exponential_memory], ids=lambda rule: rule.__name__)
+def test_exponential_memories_compile_into_one_graph(rule: Callable) -> None:
+    """On a CPU as they are, a token with room for it in place; a token on (fake) GPU tensors by Triton."""
+    module = {"exponential_memory": exponential, "deep_exponential_memory": deep_exponential}[rule.__name__]
+    args = module.make_inputs(tokens=3, window=3, dtype=torch.float32)
+    want, state = rule(**args)
+    compiled = torch.compile(rule, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(**args)[0], want)
+    one = {**module.make_inputs(tokens=1, window=3, dtype=torch.float32), "grows": False}
+    held = {n: torch.nn.functional.pad(getattr(state, n), (0, 0, 0, 1)) for n in ("keys", "written")}
+    with torch.no_grad():
+        found = []
+        for call in (rule, compiled):
+            given = {n: x.clone() for n, x in held.items()}
+            y, last = call(**{**one, "state": state._replace(**given)})
+            assert all(getattr(last, n).data_ptr() == x.data_ptr() for n, x in given.items())
+            found.append((y, *last))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad(), FakeTensorMode():
+
+        def on_gpu(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, device="cuda")
+
+        for grows in (True, False):
+            given = pytree.tree_map_only(Tensor, on_gpu, {**one, "state": state._replace(**held), "grows": grows})
+            y, last = rule(**given)
+            assert y.device.type == "cuda"
+            assert (last.keys is given["state"].keys) is not grows
 
 
 def test_without_triton_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

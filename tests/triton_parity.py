@@ -18,8 +18,11 @@ import zoo
 from tolerances import MODEL, OP, close
 from torch import Tensor
 
+from memzoo import MemoryCache
+from memzoo.kernels import deep_exponential_memory as deep_exponential
 from memzoo.kernels import deep_memory as deep
 from memzoo.kernels import delta_rule as delta
+from memzoo.kernels import exponential_memory as exponential
 from memzoo.kernels import kv_write as kv
 from memzoo.kernels import linear_attention as linear
 from memzoo.kernels import monomials as mono
@@ -28,10 +31,14 @@ from memzoo.kernels import short_conv as conv
 from memzoo.kernels.addresses import addresses
 from memzoo.kernels.addresses import make_inputs as addresses_inputs
 from memzoo.kernels.addresses import triton as addresses_triton
+from memzoo.kernels.deep_exponential_memory import deep_exponential_memory
+from memzoo.kernels.deep_exponential_memory import triton as deep_exponential_triton
 from memzoo.kernels.deep_memory import deep_memory
 from memzoo.kernels.deep_memory import triton as deep_triton
 from memzoo.kernels.deep_memory import triton_step as deep_step
 from memzoo.kernels.delta_rule import delta_rule
+from memzoo.kernels.exponential_memory import exponential_memory
+from memzoo.kernels.exponential_memory import triton as exponential_triton
 from memzoo.kernels.gates import Decay, Gate, gates
 from memzoo.kernels.gates import make_inputs as gate_inputs
 from memzoo.kernels.gates import triton as gates_triton
@@ -448,6 +455,146 @@ def test_deep_memory_reads_many_chunks_with_few_anchors(monkeypatch: pytest.Monk
                 close(got[row, :length], want[row, :length], OP[torch.float32])
             for a, b in zip(deep.materialize(state)[0], deep.materialize(at_end)[0], strict=True):
                 close(a, b, OP[torch.float32])
+
+
+EXPONENTIAL: dict[str, dict[str, Any]] = {
+    "softmax": {"normalizer": True, "retention": False},
+    "decayed": {"normalizer": True, "room": True},
+    "window": {"window": 3, "value_dim": 70, "room": True},
+    "dot": {"objective": "l2", "retention": False, "room": True, "read": 40},
+    "dot-window": {"objective": "l2", "window": 3, "read": 40},
+}
+DEEP_EXPONENTIAL: dict[str, dict[str, Any]] = {
+    "plain": {"retention": False, "activation": "tanh", "hidden": 300},
+    "bound": {"max_gradient_norm": 0.3, "room": True, "read": 40},
+    "window": {"window": 3, "hidden": 70, "max_gradient_norm": 0.3},
+    "dot": {"objective": "l2", "room": True, "activation": "silu"},
+    "dot-window": {"objective": "l2", "window": 3, "max_gradient_norm": 0.3, "room": True, "read": 40},
+}
+
+
+def tokens_one_by_one(rule: Callable, case: dict[str, Any], dtype: torch.dtype) -> None:
+    """After `read` tokens of rows of several lengths, which no window reaches; every one of the five tokens but the
+    third, which a row lacks, is for all of them. Then the state too, row by row what there is of it."""
+    sizes = dict(case)
+    read, room, retention = sizes.pop("read", 2), sizes.pop("room", False), sizes.pop("retention", True)
+    options = {n: sizes.pop(n) for n in ("objective", "activation", "max_gradient_norm") if n in sizes}
+    module, tokens = {exponential_memory: exponential, deep_exponential_memory: deep_exponential}[rule], read + 5
+    made = module.make_inputs(batch=3, tokens=tokens, heads=2, **sizes, dtype=torch.float32)
+    sequences = [n for n, x in made.items() if isinstance(x, Tensor) and (retention or n != "log_retention")]
+    found = []
+    for backend, narrow, wide in (("reference", torch.float64, torch.float64), ("triton", dtype, torch.float32)):
+        state = pytree.tree_map(lambda x, wide=wide: x.to(wide) if x.is_floating_point() else x, made["state"])
+        given = {**made, **options, "log_retention": None}
+        cuts = [(0, read), *((t, t + 1) for t in range(read, tokens))]
+        outputs = []
+        with torch.no_grad():
+            for start, end in cuts:
+                cut = {n: made[n][:, start:end].to(dtype).to(narrow) for n in sequences}
+                lengths = {0: torch.tensor([read - 1, read, 0]), read + 2: torch.tensor([1, 0, 1])}.get(start)
+                by = "reference" if start == 0 else backend
+                grows = start == 0 or not room
+                y, state = rule(**{**given, **cut, "state": state}, lengths=lengths, grows=grows, backend=by)
+                outputs.append(y[:, :0] if start == 0 else y[[0, 2]] if lengths is not None else y)
+                if start == 0:
+                    state = state._replace(position=torch.zeros_like(state.position))
+                if start == 0 and room:
+                    more = {n: torch.nn.functional.pad(getattr(state, n), (0, 0, 0, 20)) for n in ("keys", "written")}
+                    state = state._replace(**more)
+        found.append([*outputs[1:], *state])
+    for want, got in zip(*found, strict=True):
+        if want.is_floating_point():
+            for one, other in zip(got.double(), want, strict=True):
+                close(one, other, OP[dtype]) if other.numel() else None
+        else:
+            assert torch.equal(got, want)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("rule", "case"),
+    [(exponential_memory, EXPONENTIAL[name]) for name in EXPONENTIAL]
+    + [(deep_exponential_memory, DEEP_EXPONENTIAL[name]) for name in DEEP_EXPONENTIAL],
+    ids=[*EXPONENTIAL, *(f"deep-{name}" for name in DEEP_EXPONENTIAL)],
+)
+def test_exponential_memories(
+    rule: Callable, case: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exponential_triton, "BLOCK", 16)
+    monkeypatch.setattr(exponential_triton, "PARTS", 2)  # of two blocks each where 40 tokens have been read
+    tokens_one_by_one(rule, case, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_exponential_memories_as_torch_sees_them(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their operators write to nothing else than they say; a state with room is written in place, and no other."""
+    calls = []
+
+    def noted(operator: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            calls.append((operator, tuple(x.clone() if isinstance(x, Tensor) else x for x in given)))
+            return operator(*given)
+
+        return call
+
+    for module in (exponential_triton, deep_exponential_triton):
+        monkeypatch.setattr(module, "_step", noted(module._step))
+    for module, rule in ((exponential, exponential_memory), (deep_exponential, deep_exponential_memory)):
+        args = module.make_inputs(tokens=1, window=window, dtype=torch.float32)
+        with torch.no_grad():
+            _, state = rule(**args, backend="reference")
+            fixed = {n: x for n, x in zip(state._fields, state, strict=True) if n not in ("first", "second")}
+            before = {n: x.clone() for n, x in fixed.items()}
+            y, grown = rule(**{**args, "state": state}, lengths=torch.tensor([0, 1]), backend="triton")
+            assert all(torch.equal(x, before[n]) for n, x in fixed.items())
+            assert not y.requires_grad
+            again, last = rule(**{**args, "state": grown._replace(length=state.length)}, grows=False, backend="triton")
+        assert last.keys is grown.keys
+        assert last.written is grown.written
+        assert again.shape == y.shape
+        for change, reason in (
+            ({n: args[n].repeat(1, 2, *[1] * (args[n].ndim - 2)) for n in SEQUENTIAL}, "computes one token, got 2"),
+            ({}, "computes no gradients, which are enabled"),
+        ):
+            with pytest.raises(ValueError, match=f"'triton' was asked for but cannot compute .*{reason}"):
+                rule(**{**args, **change}, backend="triton")
+    assert len(calls) == 4
+    for operator, given in calls:
+        found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+
+
+SEQUENTIAL = ("query", "key", "value", "log_retention", "step_size")
+
+
+def test_what_exponential_memories_refuse() -> None:
+    wide = exponential.make_inputs(tokens=1, key_dim=257, dtype=torch.float32)
+    long = exponential.make_inputs(tokens=1, window=17, dtype=torch.float32)
+    with torch.no_grad():
+        for args, got in ((wide, "257, 5 and 1"), (long, "6, 5 and 17")):
+            with pytest.raises(ValueError, match=f"values of up to 256 and windows of up to 16, got {got}"):
+                exponential_memory(**args, backend="triton")
+        with pytest.raises(ValueError, match="computes float32 and bfloat16 inputs on a float32 state"):
+            exponential_memory(**exponential.make_inputs(tokens=1), backend="triton")
+        hidden = deep_exponential.make_inputs(tokens=1, hidden=1025, dtype=torch.float32)
+        with pytest.raises(ValueError, match="computes up to 1024 hidden units, got 1025"):
+            deep_exponential_memory(**hidden, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["deep_transformer-e1", "swdt-e1", "dot-e4", "deep_transformer-mlp-e1", "dot-mlp-e1"])
+@pytest.mark.parametrize("room", [None, 20])
+def test_model_decodes_on_exponential_features(name: str, room: int | None) -> None:
+    """Of one block, prefilled by torch, in rows that stand at different places."""
+    model, ids = zoo.build(name, num_hidden_layers=1, kernel_backend="auto").eval(), zoo.tokens(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        want = zoo.build(name, num_hidden_layers=1, kernel_backend="reference").eval()(ids, attention_mask=mask).logits
+        cache = MemoryCache(model.config, max_cache_len=room)
+        parts = [model(ids[:, :16], attention_mask=mask[:, :16], cache=cache).logits]
+        for t in range(16, 20):
+            parts.append(model(ids[:, t : t + 1], cache=cache).logits)
+    close(torch.cat(parts, dim=1)[:, 3:], want[:, 3:], MODEL[torch.float32])
 
 
 def test_model_benchmark_checks_what_it_would_time() -> None:

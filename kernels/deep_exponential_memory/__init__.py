@@ -21,39 +21,52 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memzoo.kernels import exponential_memory, registry
 from memzoo.kernels.deep_memory import ACTIVATIONS
-from memzoo.kernels.deep_memory.activations import ACTIVATION
-from memzoo.kernels.exponential_memory import OBJECTIVES, aligned, kernel, written_steps
+from memzoo.kernels.deep_memory.activations import ACTIVATION, Activation
+from memzoo.kernels.exponential_memory import OBJECTIVES, kernel, problem_of, triton_refuses_all_but_a_token
 from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
+
+MAX_HIDDEN = 1024
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    if problem.sizes["F"] > MAX_HIDDEN:
+        return f"computes up to {MAX_HIDDEN} hidden units, got {problem.sizes['F']}"
+    return triton_refuses_all_but_a_token(problem)
+
 
 OP = Op(
     name="deep_exponential_memory",
-    backends=(Backend("reference", "memzoo.kernels.deep_exponential_memory.reference:deep_exponential_memory"),),
+    backends=(
+        Backend("triton", "memzoo.kernels.deep_exponential_memory.triton:deep_exponential_memory", _triton_refuses),
+        Backend("reference", "memzoo.kernels.deep_exponential_memory.reference:deep_exponential_memory"),
+    ),
 )
 
 
 class DeepExponentialState(NamedTuple):
-    """The memory after some tokens; keys and what belongs to them right-aligned, as in `ExponentialState`. Float32 or
-    wider."""
+    """The memory after some tokens; token n of a row, counted from its first, in place n. Float32 or wider."""
 
     keys: Tensor
-    """`[B, H, R, K]`, at least c - 1 of them."""
+    """`[B, H, R, K]`, 0 in places that no token has yet."""
     written: Tensor
-    """What stands at each key now, `[B, H, R, F]`."""
+    """What stands at each key now, `[B, H, R, F]`, 0 in those places."""
     first: Tensor
     """The initial `W_2`, decayed, `[B, H, F, K]`."""
     second: Tensor
     """`W_1`, `[B, H, V, F]`."""
     recent_values: Tensor
-    """Values of the last c - 1 tokens, `[B, H, c - 1, V]`."""
+    """Values of the last c - 1 tokens, the last one's last, `[B, H, c - 1, V]`."""
     position: Tensor
-    """Tokens read, `[B]`, int64."""
+    """Tokens read, `[B]`, int64: those that pairs may reach."""
+    length: Tensor
+    """Places taken, `[B]`, int64: by the tokens read, and by those that stand before the first of them."""
 
 
 def initial_state(weights: Sequence[Tensor], batch: int, *, window: int) -> DeepExponentialState:
@@ -61,8 +74,8 @@ def initial_state(weights: Sequence[Tensor], batch: int, *, window: int) -> Deep
     first, second = (w.expand(batch, *w.shape) for w in weights)
     (heads, hidden, key_dim), value_dim = weights[0].shape, weights[1].shape[1]
     linear = exponential_memory.initial_state(batch, heads, key_dim, value_dim, window=window, like=first)
-    written = first.new_zeros(batch, heads, window - 1, hidden)
-    return DeepExponentialState(linear.keys, written, first, second, linear.recent_values, linear.position)
+    written = first.new_zeros(batch, heads, 0, hidden)
+    return DeepExponentialState(linear.keys, written, first, second, *linear[2:])
 
 
 def deep_exponential_memory(
@@ -83,6 +96,9 @@ def deep_exponential_memory(
 ) -> tuple[Tensor, DeepExponentialState]:
     """Write T more tokens into the memory and read after each.
 
+    Without gradients a single token may be written into the state's tensors in place, if it has room: go on from the
+    state that is returned, and copy one from which two texts shall go on.
+
     Args:
         query, key: `[B, T, H, K]`, of unit length.
         value: `[B, T, H, V]`; `V <= K`.
@@ -95,9 +111,9 @@ def deep_exponential_memory(
         max_gradient_norm: bound of |u_i|, over both layers; a longer u_i is shortened to it.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
-        grows: whether the new state has a key more per token. `False` keeps as many as there are, the last ones: those
-            in front must be zeros, which stand for no token.
-        backend: `"auto"` or `"reference"`.
+        grows: whether the new state has a place more per token. `False` keeps as many as there are, among which there
+            must be one for each.
+        backend: `"auto"`, `"triton"` (one token without gradients) or `"reference"`.
 
     Returns:
         `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype.
@@ -130,21 +146,13 @@ def deep_exponential_memory(
     expect(activation in ACTIVATIONS, "activation", f"one of {ACTIVATIONS}", activation)
     expect(scale > 0, "scale", "above 0", scale)
     expect(max_gradient_norm > 0, "max_gradient_norm", "above 0", max_gradient_norm)
-    problem = Problem(query.device.type, str(query.dtype), {"T": tokens, "W": window}, {"objective": objective})
+    problem = problem_of(query, value, state, {"objective": objective, "activation": activation})
+    problem = problem._replace(sizes={**problem.sizes, "F": state.first.shape[2]})
     compute = select(OP, problem, backend)
-    dtype = state.keys.dtype
     with as_given(query.device):
-        log_retention, step_size = written_steps(log_retention, step_size, state.position, lengths)
-        q, k, v, gate, step = (cast(x, dtype).movedim(2, 1) for x in (query, key, value, log_retention, step_size))
-        y, grown = compute(q, k, v, gate, step, state, scale, objective, activation, max_gradient_norm)
-        rows = (grown if grows else state).keys.shape[2]
-        state = grown._replace(
-            keys=aligned(grown.keys, lengths, tokens, rows),
-            written=aligned(grown.written, lengths, tokens, rows),
-            recent_values=aligned(torch.cat([state.recent_values, v], dim=2), lengths, tokens, window - 1),
-            position=state.position + (tokens if lengths is None else lengths),
-        )
-    return cast(y.movedim(1, 2), query.dtype), state
+        inputs = (query, key, value, log_retention, step_size, state, lengths, grows)
+        y, state = compute(*inputs, scale, objective, activation, max_gradient_norm)
+    return cast(y, query.dtype), state
 
 
 def retrieve(
@@ -160,20 +168,13 @@ def retrieve(
     """`M(q)` of a memory as its state holds it, for all queries `[B, T, H, K]`: `[B, T, H, V]` in the state's dtype."""
     with as_given(query.device):
         q = cast(query, keys.dtype).movedim(2, 1)
-        return answer(q, keys, written, first, second, scale, activation).movedim(1, 2)
+        hidden = q @ first.mT + kernel(q, keys, scale) @ written
+        return answer(q, hidden, second, ACTIVATION[activation]).movedim(1, 2)
 
 
-def answer(
-    x: Tensor, keys: Tensor, written: Tensor, first: Tensor, second: Tensor, scale: float, activation: str
-) -> Tensor:
-    """`M(x)`, `[B, H, X, K]` to `[B, H, X, V]`."""
-    hidden = ACTIVATION[activation].value(before(x, keys, written, first, scale))
-    return x[..., : second.shape[2]] + hidden @ second.mT
-
-
-def before(x: Tensor, keys: Tensor, written: Tensor, first: Tensor, scale: float) -> Tensor:
-    """`W_2 phi(x)`, `[B, H, X, K]` to `[B, H, X, F]`."""
-    return x @ first.mT + kernel(x, keys, scale) @ written
+def answer(x: Tensor, hidden: Tensor, second: Tensor, activation: Activation) -> Tensor:
+    """`M(x)`, `[B, H, X, V]`, from `x` `[B, H, X, K]` and `W_2 phi(x)` `[B, H, X, F]`."""
+    return x[..., : second.shape[2]] + activation.value(hidden) @ second.mT
 
 
 def make_inputs(
@@ -186,13 +187,15 @@ def make_inputs(
     window: int = 1,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Random arguments of `deep_exponential_memory` for tests and benchmarks."""
-    args = exponential_memory.make_inputs(batch, tokens, heads, key_dim, value_dim, window, dtype, seed)
+    sizes = (batch, tokens, heads, key_dim, value_dim, window)
+    args = exponential_memory.make_inputs(*sizes, dtype=dtype, seed=seed)
+    del args["normalizer"]
     generator = torch.Generator().manual_seed(seed + 1)
     weights = [
         torch.randn(heads, *shape, generator=generator, dtype=torch.float64).to(dtype) / shape[1] ** 0.5
         for shape in ((hidden, key_dim), (value_dim, hidden))
     ]
-    step = 0.3 * args["step_size"]  # type: ignore[operator]
+    step = 0.3 * args["step_size"]
     return {**args, "step_size": step, "state": initial_state(weights, batch, window=window)}

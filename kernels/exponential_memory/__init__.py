@@ -17,7 +17,7 @@ step size of at most 1 (over c) needs to contract.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,28 @@ from torch import Tensor
 from memzoo.kernels import registry
 from memzoo.kernels.registry import Backend, Op, Problem, as_given, cast, select
 
+MAX_WIDTH, MAX_WINDOW = 256, 16
+
+
+def triton_refuses_all_but_a_token(problem: Problem) -> str | None:
+    """Why the kernels of this memory or of the deep one do not compute the problem."""
+    sizes = problem.sizes
+    if sizes["T"] > 1:
+        return f"computes one token, got {sizes['T']}"
+    if problem.options["gradients"]:
+        return "computes no gradients, which are enabled"
+    if max(sizes["K"], sizes["V"]) > MAX_WIDTH or sizes["W"] > MAX_WINDOW:
+        got = f"{sizes['K']}, {sizes['V']} and {sizes['W']}"
+        return f"computes keys and values of up to {MAX_WIDTH} and windows of up to {MAX_WINDOW}, got {got}"
+    return registry.triton_refuses(problem)
+
+
 OP = Op(
     name="exponential_memory",
     backends=(
+        Backend(
+            "triton", "memzoo.kernels.exponential_memory.triton:exponential_memory", triton_refuses_all_but_a_token
+        ),
         Backend("chunked", "memzoo.kernels.exponential_memory.chunked:exponential_memory"),
         Backend("reference", "memzoo.kernels.exponential_memory.reference:exponential_memory"),
     ),
@@ -36,28 +55,31 @@ OBJECTIVES = ("l2", "dot")
 
 
 class ExponentialState(NamedTuple):
-    """The memory after some tokens, right-aligned: the last row of each is the last token's, those before the first
-    token's are 0. Float32 or wider."""
+    """The memory after some tokens; token n of a row, counted from its first, in place n. Float32 or wider."""
 
     keys: Tensor
-    """`[B, H, R, K]`, at least c - 1 of them."""
+    """`[B, H, R, K]`, 0 in places that no token has yet."""
     written: Tensor
-    """What stands at each key now, `[B, H, R, V]`."""
+    """What stands at each key now, `[B, H, R, V]`, with a normaliser `[B, H, R, V + 1]`, 0 in those places."""
     recent_values: Tensor
-    """Values of the last c - 1 tokens, `[B, H, c - 1, V]`."""
+    """Values of the last c - 1 tokens, the last one's last, `[B, H, c - 1, V]`."""
     position: Tensor
-    """Tokens read, `[B]`, int64."""
+    """Tokens read, `[B]`, int64: those that pairs may reach."""
+    length: Tensor
+    """Places taken, `[B]`, int64: by the tokens read, and by those that stand before the first of them."""
 
 
 def initial_state(
-    batch: int, heads: int, key_dim: int, value_dim: int, *, window: int, like: Tensor
+    batch: int, heads: int, key_dim: int, value_dim: int, *, window: int, like: Tensor, normalizer: bool = False
 ) -> ExponentialState:
     """The state before the first token, in the dtype and on the device of `like`, for a window of c."""
+    none = torch.zeros(batch, dtype=torch.int64, device=like.device)
     return ExponentialState(
-        like.new_zeros(batch, heads, window - 1, key_dim),
+        like.new_zeros(batch, heads, 0, key_dim),
+        like.new_zeros(batch, heads, 0, value_dim + normalizer),
         like.new_zeros(batch, heads, window - 1, value_dim),
-        like.new_zeros(batch, heads, window - 1, value_dim),
-        torch.zeros(batch, dtype=torch.int64, device=like.device),
+        none,
+        none.clone(),
     )
 
 
@@ -71,25 +93,31 @@ def exponential_memory(
     *,
     scale: float,
     objective: str = "dot",
+    normalizer: bool = False,
     lengths: Tensor | None = None,
     grows: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ExponentialState]:
     """Write T more tokens into the memory and read after each.
 
+    Without gradients a single token may be written into the state's tensors in place, if it has room: go on from the
+    state that is returned, and copy one from which two texts shall go on.
+
     Args:
         query, key: `[B, T, H, K]`, of unit length.
-        value: `[B, T, H, V]`; a last coordinate of 1 makes the last of `y` the softmax's denominator.
+        value: `[B, T, H, V]`.
         log_retention: log of the keep factor, `[B, T, H]`, in `[-inf, 0]`; `None` keeps everything.
         step_size: step size times window gate for the token j before, `[B, T, H, c]`, at least 0.
         state: from `initial_state` or from an earlier call.
         scale: s.
         objective: `"dot"` or `"l2"`.
+        normalizer: whether the values get a last coordinate of 1 and read-outs are divided by their last, the
+            softmax's denominator, where that is above 0.
         lengths: real tokens per row `[B]`, int64, for right-padded input; all `T` when `None`. Outputs beyond a row's
             length are unspecified.
-        grows: whether the new state has a key more per token. `False` keeps as many as there are, the last ones: those
-            in front must be zeros, which stand for no token.
-        backend: `"auto"`, `"chunked"` or `"reference"`.
+        grows: whether the new state has a place more per token. `False` keeps as many as there are, among which there
+            must be one for each.
+        backend: `"auto"`, `"triton"` (one token without gradients), `"chunked"` or `"reference"`.
 
     Returns:
         `y` `[B, T, H, V]` in the dtype of `query`, and the new state. Inputs are computed in the state's dtype.
@@ -116,61 +144,44 @@ def exponential_memory(
     batch, _, heads, width = query.shape
     fits = (*state.keys.shape[:2], state.keys.shape[3]) == (batch, heads, width)
     expect(fits, "keys of the state", (batch, heads, "R", width), state.keys.shape)
-    expect(state.written.shape[3] == value.shape[3], "value width of the state", value.shape[3], state.written.shape[3])
+    held = state.written.shape[3] - normalizer
+    expect(held == value.shape[3], "value width of the state", value.shape[3], held)
     expect(objective in OBJECTIVES, "objective", f"one of {OBJECTIVES}", objective)
     expect(scale > 0, "scale", "above 0", scale)
-    problem = Problem(query.device.type, str(query.dtype), {"T": query.shape[1], "W": window}, {"objective": objective})
-    dtype = state.keys.dtype
+    problem = problem_of(query, value, state, {"objective": objective})
+    compute = select(OP, problem, backend)
     with as_given(query.device):
-        log_retention, step_size = written_steps(log_retention, step_size, state.position, lengths)
-        q, k, v, gate, step = (cast(x, dtype).movedim(2, 1) for x in (query, key, value, log_retention, step_size))
-        y, keys, written = select(OP, problem, backend)(q, k, v, gate, step, state, scale, objective)
-        rows = (keys if grows else state.keys).shape[2]
-        state = ExponentialState(
-            aligned(keys, lengths, query.shape[1], rows),
-            aligned(written, lengths, query.shape[1], rows),
-            aligned(torch.cat([state.recent_values, v], dim=2), lengths, query.shape[1], window - 1),
-            state.position + (query.shape[1] if lengths is None else lengths),
-        )
-    return cast(y.movedim(1, 2), query.dtype), state
+        inputs = (query, key, value, log_retention, step_size, state, lengths, grows)
+        y, state = compute(*inputs, scale, objective, normalizer)
+    return cast(y, query.dtype), state
 
 
-def retrieve(query: Tensor, keys: Tensor, written: Tensor, *, scale: float) -> Tensor:
+def problem_of(query: Tensor, value: Tensor, state: Any, options: dict[str, Any]) -> Problem:
+    """What a backend of this memory or of the deep one is asked."""
+    sizes = {"T": query.shape[1], "K": query.shape[3], "V": value.shape[3], "W": state.recent_values.shape[2] + 1}
+    asked = {**options, "state": str(state.keys.dtype), "gradients": torch.is_grad_enabled()}
+    return Problem(query.device.type, str(query.dtype), sizes, asked)
+
+
+def retrieve(query: Tensor, keys: Tensor, written: Tensor, *, scale: float, normalizer: bool = False) -> Tensor:
     """`M phi(q)` of a memory as its state holds it, for all queries `[B, T, H, K]`: `[B, T, H, V]` in the state's
     dtype."""
     with as_given(query.device):
-        return (kernel(cast(query, keys.dtype).movedim(2, 1), keys, scale) @ written).movedim(1, 2)
+        y = (kernel(cast(query, keys.dtype).movedim(2, 1), keys, scale) @ written).movedim(1, 2)
+        return normalized(y, normalizer)
+
+
+def normalized(y: Tensor, normalizer: bool) -> Tensor:
+    """Read-outs over their last coordinate, if that is the normaliser's; it is 0 only where nothing is written."""
+    if not normalizer:
+        return y
+    total = y[..., -1:]
+    return y[..., :-1] / torch.where(total > 0, total, 1)
 
 
 def kernel(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """`phi(x) . phi(y)` of all pairs, `[..., X, K]` and `[..., Y, K]` to `[..., X, Y]`."""
     return torch.exp(scale * (x @ y.mT - 1))
-
-
-def written_steps(
-    log_retention: Tensor | None, step_size: Tensor, position: Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gates, `[B, T, H]` and `[B, T, H, c]`, with which padding changes nothing and a token before the first has no
-    pair."""
-    tokens, window = step_size.shape[1], step_size.shape[3]
-    place = torch.arange(tokens, device=step_size.device)
-    if log_retention is None:
-        log_retention = torch.zeros_like(step_size[..., 0])
-    if lengths is not None:
-        real = place < lengths[:, None]  # [B, T]
-        log_retention = torch.where(real[..., None], log_retention, 0)
-        step_size = torch.where(real[..., None, None], step_size, 0)
-    exists = torch.arange(window, device=place.device) <= (position[:, None] + place)[..., None]  # [B, T, c]
-    return log_retention, torch.where(exists[:, :, None], step_size, 0)
-
-
-def aligned(x: Tensor, lengths: Tensor | None, tokens: int, rows: int) -> Tensor:
-    """The last `rows` of `x` `[B, H, R + T, D]` up to each row's last real token, 0 where there are none."""
-    if lengths is None:
-        return x[:, :, x.shape[2] - rows :].clone() if rows < x.shape[2] else x
-    padded = torch.nn.functional.pad(x, (0, 0, tokens, 0))
-    index = (lengths + x.shape[2] - rows)[:, None] + torch.arange(rows, device=x.device)
-    return padded.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def make_inputs(
@@ -180,9 +191,10 @@ def make_inputs(
     key_dim: int = 6,
     value_dim: int = 5,
     window: int = 1,
+    normalizer: bool = False,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Random arguments of `exponential_memory` for tests and benchmarks."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -196,6 +208,7 @@ def make_inputs(
         "value": draw(batch, tokens, heads, value_dim),
         "log_retention": torch.nn.functional.logsigmoid(draw(batch, tokens, heads) + 2),
         "step_size": torch.sigmoid(draw(batch, tokens, heads, window)) / window,
-        "state": initial_state(batch, heads, key_dim, value_dim, window=window, like=query),
+        "state": initial_state(batch, heads, key_dim, value_dim, window=window, like=query, normalizer=normalizer),
         "scale": 2.0,
+        "normalizer": normalizer,
     }

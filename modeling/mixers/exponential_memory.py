@@ -72,7 +72,7 @@ class ExponentialMemory(nn.Module):
         """
         if room is not None:
             y, state = self.begin(batch, like, persistent)
-            held = {name: F.pad(getattr(state.memory, name), (0, 0, room, 0)) for name in ("keys", "written")}
+            held = {name: F.pad(getattr(state.memory, name), (0, 0, 0, room)) for name in ("keys", "written")}
             return y, state._replace(memory=state.memory._replace(**held))
         tail = like.new_zeros(batch, self.conv.weight.shape[1] - 1, self.conv.weight.shape[0])
         memory = self._initial(batch, like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
@@ -95,18 +95,18 @@ class ExponentialMemory(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`M phi(q)` for `q = x query`, without writing, with what the memory held where the segment started: all keys,
         what is written at them, and the weights if there are any."""
-        contents = tuple(state.memory)[: len(state.memory._fields) - 2]
+        contents = tuple(state.memory)[: len(state.memory._fields) - 3]
         past = _past(contents, past, position % segment == 0) if past else kept(contents)
         q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
         return cast(self._answer(unit_length(q), past).flatten(2), q.dtype), past
 
     def _initial(self, batch: int, like: Tensor) -> Any:
         """The empty memory of `batch` rows, in the dtype and on the device of `like`."""
-        width = self.value_dim + (1 if self.normalizer else 0)
-        return exponential_memory.initial_state(batch, self.heads, self.key_dim, width, window=self.lags, like=like)
+        sizes = (batch, self.heads, self.key_dim, self.value_dim)
+        return exponential_memory.initial_state(*sizes, window=self.lags, like=like, normalizer=self.normalizer)
 
     def _answer(self, q: Tensor, contents: tuple[Tensor, ...]) -> Tensor:
-        return self._normalized(exponential_memory.retrieve(q, *contents, scale=self.scale))
+        return exponential_memory.retrieve(q, *contents, scale=self.scale, normalizer=self.normalizer)
 
     def _memorize(
         self,
@@ -120,9 +120,7 @@ class ExponentialMemory(nn.Module):
         grows: bool,
     ) -> tuple[Tensor, Any]:
         """The rule, from `[B, L, H, ...]`: read-outs and the new memory."""
-        if self.normalizer:
-            v = F.pad(v, (0, 1), value=1.0)
-        y, memory = exponential_memory.exponential_memory(
+        return exponential_memory.exponential_memory(
             q,
             k,
             v,
@@ -131,11 +129,11 @@ class ExponentialMemory(nn.Module):
             state,
             scale=self.scale,
             objective=self.objective,
+            normalizer=self.normalizer,
             lengths=lengths,
             grows=grows,
             backend=self.backend,
         )
-        return self._normalized(y), memory
 
     def _read(
         self, x: Tensor, state: MemoryState, lengths: Tensor | None, schedule: CapacitySchedule, grows: bool
@@ -172,13 +170,6 @@ class ExponentialMemory(nn.Module):
             grows,
         )
         return cast(y.flatten(2), dtype), MemoryState(tail, memory)
-
-    def _normalized(self, y: Tensor) -> Tensor:
-        """Read-outs over their last coordinate, which is 0 only where nothing is written."""
-        if not self.normalizer:
-            return y
-        total = y[..., -1:]
-        return y[..., :-1] / torch.where(total > 0, total, 1)
 
     def _opened(self, v: Tensor, position: Tensor, schedule: CapacitySchedule) -> Tensor:
         """Values `[B, L, H, V]` with 0 where a token sees no open block."""
@@ -233,11 +224,11 @@ class DeepExponentialMemory(ExponentialMemory):
 
 def _past(contents: tuple[Tensor, ...], past: tuple[Tensor, ...], starts: Tensor) -> tuple[Tensor, ...]:
     """The contents in the rows `starts` `[B]`, the past in others, each `[B, H, N, ...]`; zeros, which stand for no
-    token, lead that of fewer N."""
+    token, follow those of fewer N."""
     found = []
     for new, old in zip(contents, past, strict=True):
         count = max(new.shape[2], old.shape[2])
-        new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, count - x.shape[2], 0)) for x in (new, old))
+        new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, 0, count - x.shape[2])) for x in (new, old))
         found.append(torch.where(starts[:, None, None, None], new, old))
     return tuple(found)
 
