@@ -36,6 +36,7 @@ from memzoo.kernels.linear_attention import triton as linear_attention
 from memzoo.kernels.monomials import triton as monomials
 from memzoo.kernels.newton_schulz import triton as newton_schulz
 from memzoo.kernels.norm_gate import triton as norm_gate
+from memzoo.kernels.self_modifying import triton as self_modifying
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -201,6 +202,19 @@ def written(
     kv_write.forward(x, x, x, angle, angle, keys, keys, meta(batch, dtype=torch.int64), 16)
 
 
+def memories(
+    dtype: torch.dtype, batch: int = 2, tokens: int = 1, heads: int = 16, width: int = 48, units: int | None = None
+) -> None:
+    """Of one token, where queries are given and where a memory makes them; there are no others."""
+    units = 4 * width if units is None else units
+    u, position = meta(batch, 1, heads, width, dtype=dtype), meta(batch, dtype=torch.int64)
+    gate = meta(2, heads, width, dtype=dtype), meta(2, heads, dtype=dtype)
+    for query, count in ((u, 5), (None, 6)):
+        first, second = meta(batch, heads, width, count * units), meta(batch, heads * count, units, width)
+        weights, rule = (first, second, first, second), (16, 64, 0.0625, "gelu", 10.0)
+        self_modifying.one_token(u, query, *gate, *weights, position, None, *rule)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -211,6 +225,7 @@ OPS: dict[str, Callable[..., None]] = {
     "gates": inner_gates,
     "monomials": features,
     "kv_write": written,
+    "self_modifying": memories,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}
