@@ -43,9 +43,12 @@ OPS = [
     "gates",
     "monomials",
     "kv_write",
+    "self_modifying",
 ]
 # No products, or products of float32 numbers.
-WITHOUT_TENSOR_CORES = ("short_conv", "newton_schulz", "norm_gate", "gates", "monomials", "kv_write")
+WITHOUT_TENSOR_CORES = (
+    *("short_conv", "newton_schulz", "norm_gate", "gates", "monomials", "kv_write", "self_modifying"),
+)
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled; unset TRITON_INTERPRET"
 )

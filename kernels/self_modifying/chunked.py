@@ -18,7 +18,7 @@ from torch import Tensor
 from memzoo.kernels.deep_memory.activations import ACTIVATION
 from memzoo.kernels.delta_rule import delta_rule
 from memzoo.kernels.linear_attention import linear_attention
-from memzoo.kernels.registry import cast
+from memzoo.kernels.registry import cast, may_be
 from memzoo.kernels.self_modifying import FORGET, KEY, MEMORY, QUERY, Weights
 from memzoo.kernels.unit_length import unit_length
 
@@ -95,6 +95,8 @@ def _anchored(
     now: Weights, anchor: Weights, position: Tensor, lengths: Tensor | None, sizes: tuple[int, int]
 ) -> Weights:
     """The weights to read at in rows that have read `position` tokens: of now, where a token begins a chunk."""
+    if not torch.compiler.is_compiling() and not may_be(position, lambda read: read % sizes[0] == 0):
+        return anchor  # of all weights no copy
     heads, columns = now.first.shape[1], now.first.shape[3]
     count = now.second.shape[1] // heads
     is_memory = torch.arange(count, device=position.device) == MEMORY

@@ -286,6 +286,7 @@ def one_token(
     launch(
         step_kernel,
         (rows, count),
+        num_warps=8,
         p_query=query,
         p_made=made,
         p_gate_weight=gate_weight,
