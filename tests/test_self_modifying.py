@@ -1,5 +1,5 @@
-"""Self-modifying memories: the reference against autograd of the inner loss, the chunked form against the reference, the
-layer around them, and bad input."""
+"""Self-modifying memories: the reference against autograd of the inner loss, torch's form against the reference, the
+layer around them, bad input."""
 
 from __future__ import annotations
 
@@ -137,10 +137,10 @@ def test_the_chunked_form_is_the_reference(activation: str, bound: float, adapti
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 def test_every_cut_gives_the_same(backend: str) -> None:
     args = make_inputs(tokens=9)
-    want = read(args, [3, 3, 3], backend=backend)
-    for sizes in ([1] * 9, [2, 1, 1, 2, 3], [1, 2, 3, 2, 1]):
-        for got, expected in zip(pytree.tree_leaves(read(args, sizes, backend=backend)), pytree.tree_leaves(want)):
-            close(got, expected, OP[torch.float64])
+    wanted = pytree.tree_leaves(read(args, [3, 3, 3], backend=backend))
+    for sizes in ([1] * 9, [2, 1, 1, 2, 3], [1, 2, 3, 1, 1, 1]):
+        for got, want in zip(pytree.tree_leaves(read(args, sizes, backend=backend)), wanted, strict=True):
+            close(got, want, OP[torch.float64])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

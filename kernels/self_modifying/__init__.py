@@ -6,14 +6,15 @@ Every memory is `M(x) = x + W_1 act(W_2 x)`. With `n` an RMS norm and `|k_t| = 1
     eta_t = limit sigmoid(r . n(M_eta(u_t)) + b),   alpha_t = sigmoid(-r' . n(M_alpha(u_t)) - b')
     y_t = M_memory(q_t)
 
-and each memory m of k, v, eta, alpha and memory, and of q where it is one, learns to tell what it says of `v_t` at `k_t`:
+and each memory m of k, v, eta, alpha and memory, and of q where it is one, learns to say of `k_t` what it says of v_t:
 
     g_m = gradient of 1/2 |M_m(k_t) - vhat|^2,  vhat = M_m(v_t) constant, |g_m| bounded over both layers
     W_2 <- W_2 (alpha_t I - eta_t k_t k_t^T) - eta_t g_m,    W_1 <- alpha_t W_1 - eta_t g_m
 
-All reads and gradients are taken at the anchor, the weights at the memory's last boundary, which token t (counted from 0
-in each sequence) begins if t is a multiple of C, `chunk_size` for M_memory and `self_chunk_size` for the others. There
-the gradient has rank one in each layer, so that the first layer is a delta rule and the second one linear attention.
+All reads and gradients are taken at the anchor, the weights at the memory's last boundary: those before the last token
+whose number, from 0 in each sequence, is a multiple of C, `chunk_size` for M_memory and `self_chunk_size` for the
+others. There the gradient has rank one in each layer, so that a memory reads and writes as fast as a matrix: its first
+layer is a delta rule and its second one linear attention.
 
 Source: Nested Learning (arXiv 2512.24695), Eq 83-93. Deviations: a boundary is the end of the last chunk, where the
 printed index would be the end of the current one; keys and queries are scaled to unit length; Eq 88 as printed fits the
@@ -80,7 +81,7 @@ def self_modifying(
     lengths: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Weights, Weights]:
-    """Read T more tokens into the memories, all of one chunk: of a row's tokens none but its first may be at a boundary.
+    """Read T more tokens of one chunk into the memories: of a row's tokens none but its first may be at a boundary.
 
     Args:
         u: what the memories read, `[B, T, H, d]`, T at most C.

@@ -1,9 +1,9 @@
 """Self-modifying memories in torch, the tokens of a chunk at once.
 
 At the anchor the gradient of token t has rank one in each layer: with `x = act(W_2 k)`, `e = M(k) - M(v)` and
-`s = act'(W_2 k) * W_1^T e` it is `s k^T` in the first and `e x^T` in the second, of norm `sqrt(|e|^2 |x|^2 + |s|^2)`. So
-all memories' first layers side by side are one delta rule of the values `-s`, their second ones linear attention of the
-keys x and the values `-eta e`; what shortens a gradient multiplies `s` and `e`.
+`s = act'(W_2 k) * W_1^T e` it is `s k^T` in the first and `e x^T` in the second, of norm `sqrt(|e|^2 |x|^2 + |s|^2)`.
+So all memories' first layers side by side are one delta rule of the values `-s`, their second ones linear attention of
+the keys x and the values `-eta e`; what shortens a gradient multiplies s and e.
 """
 
 from __future__ import annotations
