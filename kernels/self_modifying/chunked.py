@@ -100,7 +100,8 @@ def _anchored(
     heads, columns = now.first.shape[1], now.first.shape[3]
     count = now.second.shape[1] // heads
     is_memory = torch.arange(count, device=position.device) == MEMORY
-    ends = torch.where(is_memory, *((position % size == 0)[:, None] for size in sizes))  # [B, N]
+    of_memory, of_others = ((position % size == 0)[:, None] for size in sizes)
+    ends = torch.where(is_memory, of_memory, of_others)  # [B, N]
     if lengths is not None:
         ends &= (lengths > 0)[:, None]
     first = torch.where(ends.repeat_interleave(columns // count, 1)[:, None, None], now.first, anchor.first)

@@ -229,6 +229,11 @@ def step_kernel(
             store_rows(p_now_second, keep * down + x[:, None] * error[None, :], unit, column, K, unit < F, K)
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """One token of each row, `[B, 1, H, d]`, with any stride from row to row."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+
+
 def one_token(
     u: Tensor,
     query: Tensor | None,
@@ -249,14 +254,14 @@ def one_token(
     """The output, `[B, 1, H, d]`; the weights are written to."""
     batch, _, heads, width = u.shape
     units, count = now_second.shape[2], now_second.shape[1] // heads
-    u, query = (x if x is None or x.stride()[2:] == (width, 1) else x.contiguous() for x in (u, query))
+    u, query = _in_rows(u), None if query is None else _in_rows(query)
     gate_weight, gate_bias, position, lengths = contiguous(gate_weight, gate_bias, position, lengths)
     makers, rows = 5 if query is None else 4, batch * heads
     made = now_first.new_empty(rows, makers, width)
     hidden, slope = (now_first.new_empty(rows, count, units) for _ in range(2))
     y = u.new_empty(batch, 1, heads, width)
     columns = tile(width, 256)
-    sizes = {
+    sizes: dict[str, Any] = {
         "H": heads,
         "K": width,
         "F": units,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class SelfModifying(Mixer):
         super().__init__(config, layer_idx)
         width, self.heads, self.head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
         self.chunk_size, self.backend = config.chunk_size, config.kernel_backend
-        self.rule = {
+        self.rule: dict[str, Any] = {
             "chunk_size": config.chunk_size,
             "self_chunk_size": config.self_chunk_size,
             "step_limit": config.step_limit,
@@ -81,10 +81,12 @@ class SelfModifying(Mixer):
         self, u: Tensor, q: list[Tensor], step: Step, now: Weights, anchor: Weights
     ) -> tuple[Tensor, Weights, Weights]:
         """Tokens of one chunk; `q`: none if a memory makes it."""
+        gate_weight, gate_bias = self.gates()
         return self_modifying(
             u,
             q[0] if q else None,
-            *self.gates(),
+            gate_weight,
+            gate_bias,
             now,
             anchor,
             step.position,
