@@ -659,7 +659,7 @@ MEMORIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation": "tanh", "max_gradient_norm": 0.5},
     ),
     "relu": ({"heads": 1, "units": 12}, {"activation": "relu", "max_gradient_norm": 0.5}),
-    "one": ({"heads": 1, "width": 1, "units": 1}, {}),
+    "one": ({"heads": 1, "width": 2, "units": 1}, {}),  # of one number nothing but eps moves the norm
 }
 MEMORY_RULE: dict[str, Any] = {"chunk_size": 2, "self_chunk_size": 4, "step_limit": 0.25}
 
