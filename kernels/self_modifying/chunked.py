@@ -44,12 +44,13 @@ def self_modifying(
     dtype, heads, given = now.first.dtype, u.shape[2], u.dtype
     count, act = now.second.shape[1] // heads, ACTIVATION[activation]
     anchor = _anchored(now, anchor, position, lengths, (chunk_size, self_chunk_size))
-    first, second = anchor.first.unflatten(-1, (count, -1)), anchor.second.unflatten(1, (heads, -1))
 
     def read(x: Tensor, memories: Sequence[slice]) -> tuple[Tensor, Tensor]:
         """`M(x)` `[B, T, H, n, d]` for `x` `[B, T, H, d]` or `[B, T, H, n, d]`, and the pre-activations
         `[B, T, H, n, F]`."""
-        up, down = _chosen(first, 3, memories), _chosen(second, 2, memories)
+        # Views of its own, so that gradients, which lie as each product leaves them, are added up flat again.
+        up = _chosen(anchor.first.unflatten(-1, (count, -1)), 3, memories)
+        down = _chosen(anchor.second.unflatten(1, (heads, -1)), 2, memories)
         if x.ndim == 4:
             x = x.unsqueeze(3)
         hidden = torch.einsum("blhnd,bhdnf->blhnf", x.expand(-1, -1, -1, up.shape[3], -1), up)
@@ -66,6 +67,7 @@ def self_modifying(
     wanted, _ = read(v, every)
     got, hidden = read(k, every)
     error, units = got - wanted, act.value(hidden)
+    second = anchor.second.unflatten(1, (heads, -1))
     slope = act.pullback(torch.einsum("blhnd,bhnfd->blhnf", error, second), hidden)
     scale = _bounded(error, units, slope, max_gradient_norm)
     write = -step_size[..., None, None] * scale
