@@ -43,6 +43,7 @@ from memzoo.kernels.norm_gate import triton as norm_gate
 from memzoo.kernels.opened import triton as opened
 from memzoo.kernels.retrieval import triton as retrieval
 from memzoo.kernels.rotary import triton as rotary
+from memzoo.kernels.self_modifying import triton as self_modifying
 from memzoo.kernels.short_conv import triton as short_conv
 from memzoo.kernels.triton_support import Launch, recorded
 
@@ -276,6 +277,19 @@ def deep_exponential(
         deep_exponential_memory.one_token(*inputs, *held, *layers, *rest, 7.0, l2, "gelu", 1.0)
 
 
+def memories(
+    dtype: torch.dtype, batch: int = 2, tokens: int = 1, heads: int = 16, width: int = 48, units: int | None = None
+) -> None:
+    """Of one token, where queries are given and where a memory makes them; there are no others."""
+    units = 4 * width if units is None else units
+    u, position = meta(batch, 1, heads, width, dtype=dtype), meta(batch, dtype=torch.int64)
+    gate = meta(2, heads, width, dtype=dtype), meta(2, heads, dtype=dtype)
+    for query, count in ((u, 5), (None, 6)):
+        first, second = meta(batch, heads, width, count * units), meta(batch, heads * count, units, width)
+        weights, rule = (first, second, first, second), (16, 64, 0.0625, "gelu", 10.0)
+        self_modifying.one_token(u, query, *gate, *weights, position, None, *rule)
+
+
 OPS: dict[str, Callable[..., None]] = {
     "short_conv": conv,
     "linear_attention": linear,
@@ -292,6 +306,7 @@ OPS: dict[str, Callable[..., None]] = {
     "addresses": addressed,
     "exponential_memory": exponential,
     "deep_exponential_memory": deep_exponential,
+    "self_modifying": memories,
 }
 """For each op, what starts all its kernels, at the shapes of a 170M model unless told otherwise."""
 WIDE = {"key_dim": 256, "value_dim": 256}

@@ -20,8 +20,6 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import warning_once as logging_once
 
 from memzoo import HopeAttentionConfig, HopeAttentionForCausalLM, HopeConfig, MemoryCache
-from memzoo.modeling.decoder import Step
-from memzoo.modeling.mixers.self_modifying import SelfModifying
 
 LENGTH = 6 * zoo.CHUNK + 3
 
@@ -290,64 +288,6 @@ def test_training_in_shards_is_refused(tmp_path: Path) -> None:
             model(ids)
     finally:
         torch.distributed.destroy_process_group()
-
-
-# Self-modifying memories ----------------------------------------------------------------------------------------------
-
-
-def memories_by_equation(mixer: SelfModifying, u: Tensor, q: Tensor, head: int) -> Tensor:
-    """Eq 86-90 of arXiv 2512.24695 for one head of one sequence, `[T, d]`, token by token; gradients by autograd."""
-    names, width, count = ("k", "v", "eta", "alpha", "memory", "q"), mixer.head_dim, mixer.count
-    first = mixer.initial_weights.first[head].view(width, count, -1)
-    second = mixer.initial_weights.second.view(mixer.heads, count, -1, width)[head]
-    now = {name: (first[:, m].T, second[m].T) for m, name in enumerate(names[:count])}  # W_2, W_1
-
-    def apply(weights: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-        return x + weights[1] @ F.gelu(weights[0] @ x)
-
-    anchor, outputs = dict(now), []
-    for t in range(len(u)):
-        for name in now:
-            if t % (mixer.chunk_size if name == "memory" else mixer.self_chunk_size) == 0:
-                anchor[name] = now[name]
-        k = F.normalize(apply(anchor["k"], u[t]), dim=0)
-        v = apply(anchor["v"], u[t])
-        (r_eta, r_alpha), (b_eta, b_alpha) = mixer.gates.weight[:, head], mixer.gates.bias[:, head]
-        eta, alpha = (apply(anchor[name], u[t]) for name in ("eta", "alpha"))
-        eta, alpha = (x / x.square().mean().sqrt() for x in (eta, alpha))
-        eta = mixer.step_limit * torch.sigmoid(r_eta @ eta + b_eta)
-        alpha = torch.sigmoid(-(r_alpha @ alpha) - b_alpha)
-        query = F.normalize(apply(anchor["q"], u[t]) if "q" in now else q[t], dim=0)
-        outputs.append(apply(anchor["memory"], query))
-        for name, (w2, w1) in now.items():
-            leaves = tuple(w.detach().requires_grad_() for w in anchor[name])
-            loss = 0.5 * (apply(leaves, k.detach()) - apply(anchor[name], v).detach()).square().sum()
-            g2, g1 = torch.autograd.grad(loss, leaves)
-            norm = (g1.square().sum() + g2.square().sum()).sqrt()
-            shorter = (mixer.max_gradient_norm / norm).clamp(max=1) if mixer.max_gradient_norm else 1.0
-            w2 = w2 @ (alpha * torch.eye(width, dtype=u.dtype) - eta * torch.outer(k, k)) - eta * shorter * g2
-            now[name] = w2, alpha * w1 - eta * shorter * g1
-    return torch.stack(outputs)
-
-
-@pytest.mark.parametrize("name", ["hope-e1", "hope-stream"])
-@pytest.mark.parametrize("bound", [None, 0.5])
-def test_self_modifying_memories_are_the_equation(name: str, bound: float | None) -> None:
-    """Without the bound not for long: memories that make their own targets grow until they overflow."""
-    mixer = zoo.build(name, torch.float64, max_gradient_norm=bound).model.layers[0].mixer
-    x = torch.randn(2, 4 * C + 3 if bound else 2 * C + 1, 24, dtype=torch.float64)
-    read = []
-    mixer.output.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    none = torch.zeros(2, dtype=torch.long)
-    with torch.no_grad():
-        mixer(x, Step(none, None, none + x.shape[1], {}), None)
-        tail = x.new_zeros(2, 3, mixer.in_proj.out_features)
-        streams, _ = mixer.conv.convolve(mixer.in_proj(x), mixer.conv.weight, tail, None)
-    u, q = streams.unflatten(-1, (-1, 2, 12))[:, :, [0, -1]].unbind(2)  # the query of an adapted one is not used
-    for row in range(2):
-        for head in range(2):
-            want = memories_by_equation(mixer, u[row, :, head], q[row, :, head], head)
-            close(read[0][row].unflatten(-1, (2, -1))[:, head], want, MODEL[torch.float64])
 
 
 def test_hope_without_learning_is_its_static_model() -> None:

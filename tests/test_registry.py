@@ -21,6 +21,7 @@ from memzoo.kernels import (
     newton_schulz,
     norm_gate,
     registry,
+    self_modifying,
     short_conv,
 )
 from memzoo.kernels.registry import Backend, Op, Problem, explain, select
@@ -52,6 +53,7 @@ TWO = Op("toy", (Backend("fast", entry("chunked"), _only_cuda), Backend("slow", 
             monomials,
             newton_schulz,
             norm_gate,
+            self_modifying,
             short_conv,
         )
     ],

@@ -58,17 +58,17 @@ LAUNCHES = {
     "deep_transformer-mlp-e1": 13,
     "transformer_pp-mixed": 8,
     "hope_attention-e1": 6,
-    "hope-stream": 85,
+    "hope-stream": 7,
     "memory_managed-e1": 11,
 }
 """The models whose decoding is static, and how many kernels one token starts in a mixer, of two rows. The memory's own
-step, read, gates and write, is one of them wherever there is a kernel for it: not for Hope's memories, which torch
-computes. Muon starts one more for each layer of the memory, and at every token one besides; a memory on exponential
-features, whose errors need the sums over all keys, two in all. The convolution with queries and keys of unit length is
-one, so are all gates from their logits, monomials of degree 2, Proteus' opening of keys or values, the rotary
-embedding, Comba's addresses, what a segment's past says, and a token's queries and keys turned and put in their places.
-The rest is projections, the attention, and the norm with the gate. What a block adds to its mixer are nine: two norms,
-two sums, five of the feed-forward (and a chain or a managed memory its own, which are not counted)."""
+step, read, gates and write, is one of them. Muon starts one more for each layer of the memory, and at every token one
+besides; Hope's memories, of which some make what all of them then learn, and a memory on exponential features, whose
+errors need the sums over all keys, are two in all. The convolution with queries and keys of unit length is one, so are
+all gates from their logits, monomials of degree 2, Proteus' opening of keys or values, the rotary embedding, Comba's
+addresses, what a segment's past says, and a token's queries and keys turned and put in their places. The rest is
+projections, the attention, and the norm with the gate. What a block adds to its mixer are nine: two norms, two sums,
+five of the feed-forward (and a chain or a managed memory its own, which are not counted)."""
 ASKING = {
     "hope-e1": "at the end of a chunk a level learns from the gradients of a pass over it, which no other token takes",
     "hope_attention-nested": "the same",
@@ -101,10 +101,10 @@ class NoLists(TorchFunctionMode):
 
 class Counted(TorchDispatchMode):
     """Kernels that a GPU starts: one for each operator that is neither a view nor mere room for a tensor, whether
-    aten's or Triton's. A decoding step of ours is one, on exponential features two."""
+    aten's or Triton's. A decoding step of ours is one, but for those in `SEVERAL`."""
 
     NONE = ("empty", "new_empty", "empty_like", "_unsafe_view", "scalar_tensor", "promote_types")
-    TWO = ("exponential_memory_step", "deep_exponential_memory_step")
+    SEVERAL = dict.fromkeys(("self_modifying_step", "exponential_memory_step", "deep_exponential_memory_step"), 2)
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        self.launches += 0 if func.is_view or name in self.NONE else 2 if name in self.TWO else 1
+        self.launches += 0 if func.is_view or name in self.NONE else self.SEVERAL.get(name, 1)
         return func(*args, **(kwargs or {}))
 
 

@@ -54,6 +54,7 @@ OPS = [
     "addresses",
     "exponential_memory",
     "deep_exponential_memory",
+    "self_modifying",
 ]
 # No products, or products of float32 numbers.
 WITHOUT_TENSOR_CORES = tuple(op for op in OPS if op not in ("linear_attention", "delta_rule", "deep_memory"))

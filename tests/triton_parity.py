@@ -61,6 +61,9 @@ from memzoo.kernels.retrieval import triton as retrieval_triton
 from memzoo.kernels.rotary import make_inputs as rotary_inputs
 from memzoo.kernels.rotary import rotary
 from memzoo.kernels.rotary import triton as rotary_triton
+from memzoo.kernels.self_modifying import Weights, self_modifying
+from memzoo.kernels.self_modifying import make_inputs as memory_inputs
+from memzoo.kernels.self_modifying import triton as memory_triton
 from memzoo.kernels.short_conv import short_conv
 from memzoo.kernels.short_conv import triton as conv_triton
 
@@ -611,7 +614,7 @@ def test_model_benchmark_checks_what_it_would_time() -> None:
     [
         *((name, "triton") for name in ("titans-lmm-e1", "titans-mag-e16", "titans-mac-e16", "retnet-e1", "swla-e1")),
         *((name, "triton") for name in ("deltanet-e1", "gated_deltanet-e1", "comba-e1")),
-        ("atlas-gated-token-e16", "auto"),
+        *(("hope-stream", "triton"), ("atlas-gated-token-e16", "auto")),
     ],
 )
 def test_model(name: str, backend: str) -> None:
@@ -998,3 +1001,116 @@ def test_norm_gate_of_strided_rows_as_torch_sees_it() -> None:
         assert set(found.values()) == {"SUCCESS"}
     with pytest.raises(ValueError, match="holds rows of up to 8192 on chip, got 8193"):
         norm_gate(torch.ones(8193), None, torch.ones(8193), **options, backend="triton")
+
+
+MEMORIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "given": ({"heads": 3}, {"max_gradient_norm": 0.5}),
+    "adaptive": ({"adaptive_query": True, "width": 16}, {"activation": "silu", "max_gradient_norm": 0.5}),
+    "unbounded": ({"units": 16}, {"activation": "gelu_tanh"}),
+    "tiles": (
+        {"heads": 1, "units": 37, "width": 20, "adaptive_query": True},
+        {"activation": "tanh", "max_gradient_norm": 0.5},
+    ),
+    "relu": ({"heads": 1, "units": 12}, {"activation": "relu", "max_gradient_norm": 0.5}),
+    "one": ({"heads": 1, "width": 2, "units": 1}, {}),  # of one number nothing but eps moves the norm
+}
+MEMORY_RULE: dict[str, Any] = {"chunk_size": 2, "self_chunk_size": 4, "step_limit": 0.25}
+
+
+def memory_arguments(dtype: torch.dtype, wide: torch.dtype, **sizes: Any) -> dict[str, Any]:
+    """Numbers of `dtype`, those of the states of float32, as numbers of `wide`."""
+    args = memory_inputs(**sizes)
+    for name, x in args.items():
+        if isinstance(x, Weights):
+            args[name] = Weights(*(w.float().to(wide) for w in x))
+        elif x is not None and x.is_floating_point():
+            args[name] = x.to(dtype).to(dtype if wide == torch.float32 else wide)
+    return args
+
+
+@dtypes
+@pytest.mark.parametrize("case", MEMORIES)
+def test_self_modifying_token_by_token(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several chunks of both kinds, rows at different places of theirs; the states after every token."""
+    monkeypatch.setattr(memory_triton, "TILE", 256)
+    sizes, options = MEMORIES[case]
+    args, exact = (
+        memory_arguments(dtype, wide, **sizes, tokens=9, positions=(0, 3)) for wide in (torch.float32, torch.float64)
+    )
+    states = {"triton": (args["now"], args["now"]), "reference": (exact["now"], exact["now"])}
+    if case != "given":  # whose state is fresh, with one tensor for both, though a row has read some tokens
+        states = {"triton": (args["now"], args["anchor"]), "reference": (exact["now"], exact["anchor"])}
+    with torch.no_grad():
+        for t in range(9):
+            outputs = []
+            for (backend, (now, anchor)), given in zip(list(states.items()), (args, exact), strict=True):
+                one = {n: None if given[n] is None else given[n][:, t : t + 1] for n in ("u", "query")}
+                one |= {"now": now, "anchor": anchor, "position": given["position"] + t}
+                y, *states[backend] = self_modifying(**{**given, **one}, **MEMORY_RULE, **options, backend=backend)
+                outputs.append(y)
+            close(outputs[0].double(), outputs[1], OP[dtype])
+            for got, want in zip(*(pytree.tree_leaves(state) for state in states.values()), strict=True):
+                close(got.double(), want, OP[torch.float32])
+
+
+def test_self_modifying_writes_what_it_may() -> None:
+    """The weights in place, but not those that others share; no row without a token; nothing with gradients."""
+    args = memory_arguments(torch.float32, torch.float32, batch=3, tokens=1, positions=(4, 4, 3))
+    before = pytree.tree_map_only(Tensor, torch.clone, args)
+    lengths = torch.tensor([1, 0, 0])
+    _, *want = self_modifying(**before, **MEMORY_RULE, lengths=lengths, backend="reference")
+    _, *trained = self_modifying(**args, **MEMORY_RULE, lengths=lengths, backend="triton")
+    for got, expected in zip(pytree.tree_leaves(args), pytree.tree_leaves(before), strict=True):
+        assert torch.equal(got, expected)
+    with torch.no_grad():
+        shared = Weights(*(x[:1].expand(3, -1, -1, -1) for x in args["now"]))
+        once = {**args, "now": shared, "anchor": shared, "position": torch.tensor([0, 4, 8])}
+        _, *fresh = self_modifying(**once, **MEMORY_RULE, backend="triton")
+        _, *wanted = self_modifying(**once, **MEMORY_RULE, backend="reference")
+        for got, expected in zip(args["now"], before["now"], strict=True):
+            assert torch.equal(got, expected)
+        strided = {**args, "u": args["u"].mT.contiguous().mT, "query": args["query"].mT.contiguous().mT}
+        y, *stepped = self_modifying(**strided, **MEMORY_RULE, lengths=lengths, backend="triton")
+    assert y.isfinite().all()
+    for found, expected in ((trained, want), (fresh, wanted), (stepped, want)):
+        for got, x in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+            close(got, x, OP[torch.float32])
+    for got, given, old in zip(
+        *(pytree.tree_leaves(x) for x in (stepped, (args["now"], args["anchor"]))),
+        (*before["now"], *before["anchor"]),
+        strict=True,
+    ):
+        assert got is given
+        assert torch.equal(got[1:], old[1:])
+        assert not torch.equal(got[0], old[0])
+
+
+def test_self_modifying_reads_many_tokens() -> None:
+    """By the kernels of the delta rule and of linear attention, with gradients."""
+    found = []
+    for backend, wide in (("triton", torch.float32), ("reference", torch.float64)):
+        args = memory_arguments(torch.float32, wide, batch=2, tokens=4, positions=(4, 0))
+        given = pytree.tree_map_only(Tensor, lambda x: x.requires_grad_() if x.is_floating_point() else x, args)
+        y, now, _ = self_modifying(
+            **given, **{**MEMORY_RULE, "chunk_size": 4}, lengths=torch.tensor([4, 3]), backend=backend
+        )
+        leaves = [x for x in pytree.tree_leaves(given) if x.is_floating_point()]
+        gradients = torch.autograd.grad(
+            y[0].sum() + y[1, :3].sum() + now.first.sum() + now.second.square().sum(), leaves
+        )
+        found.append([y[0], y[1, :3], *now, *gradients])
+    for got, want in zip(*found, strict=True):
+        close(got.double(), want, OP[torch.float32])
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_self_modifying_as_torch_sees_it(adaptive: bool) -> None:
+    args = memory_inputs(tokens=1, adaptive_query=adaptive, dtype=torch.float32)
+    u, query, *gates, now, anchor, position = args.values()
+    for lengths in (None, torch.tensor([1, 0])):
+        given = u, query, *gates, *now, *anchor, position, lengths, 2, 4, 0.25, "gelu", 0.5
+        found = torch.library.opcheck(memory_triton._step, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(found.values()) == {"SUCCESS"}
+    wide = memory_inputs(tokens=1, heads=1, width=257, units=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match="holds heads up to 256 wide, got 257"):
+        self_modifying(**wide, **MEMORY_RULE, backend="triton")

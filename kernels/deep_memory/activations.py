@@ -90,6 +90,12 @@ _gelu_backward, _silu_backward, _tanh_backward = (
 )
 
 
+def _silu_pullback(r: Tensor, h: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (r.requires_grad or h.requires_grad):  # torch's has no derivative
+        return r * _silu(h, 1)[1]
+    return _silu_backward(r, h)
+
+
 ACTIVATION: dict[str, Activation] = {
     "gelu": Activation(_gelu_value, _gelu_pullback, _gelu),
     "gelu_tanh": Activation(
@@ -97,7 +103,7 @@ ACTIVATION: dict[str, Activation] = {
         lambda r, h: _gelu_backward(r, h, approximate="tanh"),
         _gelu_tanh,
     ),
-    "silu": Activation(F.silu, _silu_backward, _silu),
+    "silu": Activation(F.silu, _silu_pullback, _silu),
     "relu": Activation(F.relu, lambda r, h: r * (h > 0), _relu),
     "tanh": Activation(torch.tanh, lambda r, h: _tanh_backward(r, torch.tanh(h)), _tanh),
 }
