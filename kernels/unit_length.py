@@ -54,7 +54,7 @@ class _Unit(torch.autograd.Function):
 
 def unit_gradient(d_y: Tensor, y: Tensor, norm: Tensor, eps: float = 0.0) -> Tensor:
     """`dx` of `y = x / norm`: `(dy - y (y . dy)) / norm`, where the norm is not the bound."""
-    product = y * d_y
+    product = (y * d_y).contiguous()  # torch.compile takes no other one to write into
     along = product.sum(-1, keepdim=True)
     torch.mul(y, along if eps else torch.where(norm > SHORTEST, along, 0), out=product)
     return torch.sub(d_y, product, out=product).mul_(1 / norm)
