@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+import zoo
 from tolerances import OP, close
 from torch import Tensor
 
@@ -77,7 +78,10 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
             close(a, b, OP[torch.float64])
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = "deep_exponential_memory", "self_modifying"
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *zoo.slow(*SLOW)])
 def test_an_op_is_one_graph(name: str) -> None:
     torch.compiler.reset()
     rule, given = CASES[name]
