@@ -69,6 +69,9 @@ class Backend:
     entry: str
     supports: Callable[[Problem], str | None] = _supports_anything
 
+    def __post_init__(self) -> None:
+        _loaded.setdefault(self.entry, [])
+
 
 @dataclass(frozen=True)
 class Op:
@@ -137,22 +140,29 @@ def chosen(kind: tuple[Any, ...], choose: Callable[..., Callable[..., Any]], *ar
     return compute
 
 
-_loaded: dict[str, Callable[..., Any]] = {}  # a dict, since torch.compile does not see through `functools.cache`
+_loaded: dict[str, list[Callable[..., Any]]] = {}
+"""For each entry its function, once it is imported."""
 
 
 def _load(entry: str) -> Callable[..., Any]:
-    if entry not in _loaded:
-        module, _, function = entry.partition(":")
-        try:
-            _loaded[entry] = getattr(importlib.import_module(module), function)
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            raise ImportError(
-                f"{entry}: expected the package triton, which is not installed. Install it (`pip install triton`), or "
-                "choose kernel_backend='chunked'."
-            ) from error
-    return _loaded[entry]
+    # A graph that is being made has not looked into the entry's list before it is filled.
+    if torch.compiler.is_compiling() or not _loaded[entry]:
+        _import(entry)
+    return _loaded[entry][0]
+
+
+@torch.compiler.assume_constant_result  # an import is traced by no compiler
+def _import(entry: str) -> None:
+    module, _, function = entry.partition(":")
+    try:
+        _loaded[entry][:] = [getattr(importlib.import_module(module), function)]
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(
+            f"{entry}: expected the package triton, which is not installed. Install it (`pip install triton`), or "
+            "choose kernel_backend='chunked'."
+        ) from error
 
 
 @cache
@@ -211,7 +221,7 @@ def constant(values: tuple[float, ...], like: Tensor, dtype: torch.dtype | None 
     """The numbers as a tensor where `like` is, made once and not to be written to: a copy to a device at every token
     would stall it, and no CUDA graph may hold one."""
     if torch.compiler.is_compiling():
-        return torch.tensor(values, dtype=dtype, device=like.device)
+        return torch.tensor(values, dtype=dtype).to(like.device)
     key = values, dtype, like.device
     if type(like) is Tensor and key in _constants:
         return _constants[key]

@@ -203,6 +203,44 @@ def test_a_step_of_the_deep_memory(sizes: dict[str, Any]) -> None:
     assert y.device.type == "meta"
 
 
+@pytest.mark.usefixtures("_meta_is_a_gpu")
+@pytest.mark.parametrize(
+    ("sizes", "options", "operators"),
+    [
+        ({"hidden": (16,), "window": 3}, {}, ["deep_memory", "deep_memory_step"]),
+        ({"hidden": (), "blocks": 4}, {"unlock": (0, 3, 6, 9)}, ["deep_memory", "deep_memory_step"]),
+        ({"hidden": ()}, {"muon": deep.Muon(2, "chunk")}, ["deep_memory_step", "newton_schulz_advance"]),
+        (
+            {"hidden": ()},
+            {"muon": deep.Muon(2, "token")},
+            ["deep_memory_momentum", "newton_schulz_advance", "deep_memory_recall"],
+        ),
+    ],
+    ids=str,
+)
+def test_the_deep_memory_is_one_graph(sizes: dict[str, Any], options: dict[str, Any], operators: list[str]) -> None:
+    """By Triton, more tokens (but for Muon) and one; with what is imported when it is first wanted."""
+    made: dict[str, Any] = deep.make_inputs(tokens=9, chunk_size=4, dtype=torch.float32, **sizes)
+    options = {"chunk_size": 4, **options}
+    found: list[str] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        targets = [node.target for node in graph.graph.nodes if "memzoo" in str(node.target)]
+        found.extend(target._opname for target in targets)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: deep_memory(**x, **options), fullgraph=True, backend=backend)
+    with torch.no_grad():
+        _, state = deep_memory(**made, **options, backend="chunked")
+        one = {name: on_device(x[:, :1]) for name, x in made.items() if isinstance(x, Tensor)}
+        for given in [*([] if "muon" in options else [on_device(made)]), {**made, **one, "state": on_device(state)}]:
+            y, _ = compiled(given)
+            assert y.shape == given["query"].shape[:3] + made["value"].shape[3:]
+            assert y.device.type == "meta"
+    assert found == operators
+
+
 def decoded(name: str) -> list[int]:
     """Two tokens after seven of a prompt; others are like them, since nothing has a value. Launches of each mixer."""
     reader = zoo.build(name, kernel_backend="auto").eval()

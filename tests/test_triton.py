@@ -261,10 +261,10 @@ def test_without_triton_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith("memzoo.kernels") and "triton" in n]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(registry, "_loaded", dict[str, Any]())
+    monkeypatch.setitem(registry._loaded, entry, [])
     with pytest.raises(ImportError, match=r"expected the package triton, which is not installed. Install it"):
         registry.select(SHORT_CONV, Problem("cuda", "torch.bfloat16"), "triton")
-    assert entry not in registry._loaded
+    assert not registry._loaded[entry]
 
 
 def normalized_and_gated(x: Tensor, gate: Tensor, weight: Tensor, backend: str) -> Tensor:
