@@ -367,7 +367,7 @@ def inner_row(
     row = torch.cat([*inputs, *deltas], dim=-1)
     # |u|^2 = sum |x|^2 |d|^2 <= (sum |x|^2) (sum |d|^2) <= (sum (|x|^2 + |d|^2) / 2)^2: one norm of all rows is mostly
     # enough.
-    if bound == math.inf or not may_hold(torch.linalg.vector_norm(row).square() / 2 > bound):
+    if bound == math.inf or not may_hold(~(torch.linalg.vector_norm(row).square() / 2 <= bound)):
         return row
     clip = _clip(network, inputs, deltas)
     return row if clip is None else torch.cat([*inputs, *_clipped(deltas, clip)], dim=-1)
