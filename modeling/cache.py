@@ -166,6 +166,8 @@ class MemoryCache(Cache):
                 f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch[0]}. Use a new "
                 "cache, or batch_repeat_interleave / batch_select_indices on this one."
             )
+        if self.position.is_inference() and not torch.is_inference_mode_enabled():
+            self._map(lambda x: x.clone() if x.is_inference() else x)  # a compiled graph cannot ask what it may write to
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for layer in self.layers:
