@@ -132,7 +132,10 @@ class MemoryCache(Cache):
         self.position = rows.position + (rows.batch[1] if rows.lengths is None else rows.lengths)
 
     def check(self, model: PreTrainedModel, batch: tuple[int, int]) -> None:
-        """Raise a ValueError unless this cache fits the model and the batch `(B, T)` of new tokens."""
+        """Raise a ValueError unless this cache fits the model and the batch `(B, T)` of new tokens.
+
+        Outside of `torch.inference_mode` it then has no tensor that was made in it.
+        """
         if self.max_cache_len is not None and self.columns + batch[1] > self.max_cache_len:
             raise ValueError(
                 f"cache: it has room for max_cache_len={self.max_cache_len} columns; expected at most "
@@ -167,7 +170,8 @@ class MemoryCache(Cache):
                 "cache, or batch_repeat_interleave / batch_select_indices on this one."
             )
         if self.position.is_inference() and not torch.is_inference_mode_enabled():
-            self._map(lambda x: x.clone() if x.is_inference() else x)  # a compiled graph cannot ask what it may write to
+            # May a tensor be written to? A compiled graph cannot ask.
+            self._map(lambda x: x.clone() if x.is_inference() else x)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for layer in self.layers:

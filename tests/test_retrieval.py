@@ -49,7 +49,7 @@ def test_a_segment_starts_with_what_the_memory_holds(backend: str, gradients: bo
         assert torch.equal(y[1], want[1])
         assert not torch.equal(y[0], want[0])
     memories = [x.untyped_storage().data_ptr() for x in args["past"]]
-    assert not {x.untyped_storage().data_ptr() for x in kept} & set(memories)  # a memory may be written in place later on
+    assert not {x.untyped_storage().data_ptr() for x in kept} & set(memories)  # a memory may be written later on
 
 
 def test_a_closed_block_does_not_answer() -> None:
