@@ -214,6 +214,13 @@ def may_write(x: Tensor) -> bool:
     return not x.is_inference() or torch.is_inference_mode_enabled()
 
 
+def writable(x: Tensor) -> Tensor:
+    """The tensor or, of what must not be written to, a copy: of what a graph needs, of rows that share their memory or
+    are not laid out side by side, and of what only `torch.inference_mode` may change."""
+    may = x.is_contiguous() and not x.requires_grad and may_write(x)
+    return x if may else x.clone(memory_format=torch.contiguous_format)
+
+
 _constants: dict[Any, Tensor] = {}
 
 

@@ -132,7 +132,10 @@ class MemoryCache(Cache):
         self.position = rows.position + (rows.batch[1] if rows.lengths is None else rows.lengths)
 
     def check(self, model: PreTrainedModel, batch: tuple[int, int]) -> None:
-        """Raise a ValueError unless this cache fits the model and the batch `(B, T)` of new tokens."""
+        """Raise a ValueError unless this cache fits the model and the batch `(B, T)` of new tokens.
+
+        Outside of `torch.inference_mode` it then has no tensor that was made in it.
+        """
         if self.max_cache_len is not None and self.columns + batch[1] > self.max_cache_len:
             raise ValueError(
                 f"cache: it has room for max_cache_len={self.max_cache_len} columns; expected at most "
@@ -166,6 +169,9 @@ class MemoryCache(Cache):
                 f"cache: expected a batch of {self.position.shape[0]} rows as in the cache, got {batch[0]}. Use a new "
                 "cache, or batch_repeat_interleave / batch_select_indices on this one."
             )
+        if self.position.is_inference() and not torch.is_inference_mode_enabled():
+            # May a tensor be written to? A compiled graph cannot ask.
+            self._map(lambda x: x.clone() if x.is_inference() else x)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for layer in self.layers:

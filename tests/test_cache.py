@@ -202,6 +202,20 @@ def test_gradient_modes_may_change_on_one_cache(name: str) -> None:
     close(torch.cat(parts, dim=1), want, BOUND)
 
 
+@pytest.mark.parametrize("name", [name for name in ("titans-mac-e16", "dot-e4") if name in zoo.NAMES])
+@torch.no_grad()
+def test_a_compiled_model_goes_on_from_inference_mode(name: str) -> None:
+    """In whose graph nobody asks what may be written to."""
+    model, ids = zoo.build(name, torch.float64, num_hidden_layers=1).eval(), zoo.tokens(2, 8)
+    want, cache = model(ids).logits[:, 6:], MemoryCache(model.config, max_cache_len=8)
+    with torch.inference_mode():
+        model(ids[:, :6], cache=cache)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    close(torch.cat([read(model, token, cache) for token in ids[:, 6:].split(1, dim=1)], dim=1), want, BOUND)
+    assert not any(x.is_inference() for layer in cache.layers for x in layer.tensors)
+
+
 # Memories in files ---------------------------------------------------------------------------------------------------
 
 _CONTINUE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -688,6 +689,23 @@ def test_bounded_gradients_match_reference(backend: str, hidden: tuple[int, ...]
     assert (want[0] - unbounded).abs().max() > 1e-3
     for a, b in zip(got, want, strict=True):
         close(a, b, OP[torch.float64])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_row_without_numbers_is_no_other_rows_matter(backend: str) -> None:
+    """A single token, whose rows are looked at together for a gradient that is too long."""
+    args = arguments(tokens=5, hidden=(16,), batch=2, max_gradient_norm=0.01)
+    _, state = deep_memory(**piece(args, 0, 4, args["state"]), backend=backend)
+    found = []
+    for other in (0.5, math.nan):
+        last = piece(args, 4, 5, copy.deepcopy(state))
+        last["value"] = last["value"].clone()
+        last["value"][1] = other
+        _, after = deep_memory(**last, backend=backend)
+        found.append([x[0] for x in memory_of(after)])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

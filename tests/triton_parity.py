@@ -339,6 +339,27 @@ def agree_token_by_token(case: dict[str, Any], dtype: torch.dtype, tokens: int =
         close(got.double(), want, OP[dtype])
 
 
+@pytest.mark.parametrize("every", [None, "chunk", "token"])
+def test_deep_memory_writes_over_nothing_that_a_graph_holds(every: str | None) -> None:
+    """A token without gradients after others with them completes a chunk."""
+    made: dict[str, Any] = deep.make_inputs(tokens=4, heads=1, hidden=(16,), chunk_size=4, dtype=torch.float32)
+    options = {"chunk_size": 4, "muon": None if every is None else deep.Muon(2, every)}
+    args = {n: made.get(n) for n in SEQUENCES}
+    first, last = ({n: None if x is None else x[:, cut] for n, x in args.items()} for cut in (slice(3), slice(3, 4)))
+    leaf = first["step_size"].requires_grad_()
+    state = pytree.tree_map_only(Tensor, lambda x: x.clone(), made["state"])
+    y, state = deep_memory(**first, state=state, **options, backend="chunked")
+    held = [x for x in pytree.tree_leaves(state) if x.requires_grad]
+    total = y.sum() + sum(x.square().sum() for x in held)
+    (want,) = torch.autograd.grad(total, leaf, retain_graph=True)
+    before = state.weights[0].detach().clone()
+    with torch.no_grad():
+        _, ended = deep_memory(**last, state=state, **options, backend="triton")
+    assert not torch.equal(ended.weights[0], before)
+    (got,) = torch.autograd.grad(total, leaf)
+    assert torch.equal(got, want)
+
+
 PER_TOKEN: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": (16,), "objective": "dot", "max_gradient_norm": 0.7},
     "blocks": {"heads": 2, "hidden": (17,), "blocks": 4, "gated": True, "window": 3, "max_gradient_norm": 0.7},

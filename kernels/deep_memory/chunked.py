@@ -127,6 +127,8 @@ def computed(
     )
     if every_token:
         outputs, current = _per_token(network, grid, tensors.wide(), momenta, log_retention, step_size, state)
+        if differentiable:  # an anchor that stays is the graph's, the state's one may be written over
+            outputs = tuple(x.clone() for x in outputs)
         final = final._replace(
             write=torch.zeros_like(final.write),
             weight_keep=torch.zeros_like(final.weight_keep),
@@ -673,9 +675,3 @@ def _add_window(write: Tensor, at: int | Tensor, step: Tensor, window_gate: Tens
     gates = step * window_gate[:, 0]  # [B, H, c]
     rows = at - torch.arange(gates.shape[2], device=gates.device)
     return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
-
-
-def writable(x: Tensor) -> Tensor:
-    """The tensor or a copy: one made under `torch.inference_mode` can be written there only, and rows that share their
-    memory, or are not laid out for `flatten` to be a view, cannot be written at all."""
-    return x if x.is_contiguous() and may_write(x) else x.clone(memory_format=torch.contiguous_format)

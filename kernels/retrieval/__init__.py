@@ -131,8 +131,9 @@ def _choose(
 
 
 def kept(weights: Weights) -> Weights:
-    """The weights as a past, which a memory that is written in place, without gradients, leaves as they are."""
-    return weights if torch.is_grad_enabled() else tuple([x.clone() for x in weights])
+    """The weights as a past, which stays as it is when the memory is written in place: with gradients, too, since what
+    follows may do without."""
+    return tuple([x.clone() for x in weights])
 
 
 def make_inputs(
