@@ -204,6 +204,12 @@ def may_write(x: Tensor) -> bool:
     return not x.is_inference() or torch.is_inference_mode_enabled()
 
 
+def writable(x: Tensor) -> Tensor:
+    """The tensor or a copy, of what a graph needs, rows share, or only `torch.inference_mode` may write to."""
+    may = x.is_contiguous() and not x.requires_grad and may_write(x)
+    return x if may else x.clone(memory_format=torch.contiguous_format)
+
+
 _constants: dict[Any, Tensor] = {}
 
 

@@ -414,6 +414,27 @@ def test_deep_memory_under_muon_begins(tokens: int, backend: str) -> None:
         deep_memory(**args, **made, chunk_size=3, muon=deep.Muon(2), backend="triton")
 
 
+def test_a_step_writes_over_nothing_that_a_graph_holds() -> None:
+    """A token read without gradients after some with them, whose backward comes last; over all of a chunk's places."""
+    memories = memory_arguments(torch.float32, torch.float32, tokens=2)
+    made: dict[str, Any] = deep.make_inputs(batch=1, tokens=3, heads=1, hidden=(16,), chunk_size=2, dtype=torch.float32)
+    made["state"] = made["state"]._replace(weights=tuple(x.requires_grad_() for x in made["state"].weights))
+    for tokens in (2, 3):
+        args = {n: x[:, :tokens] if n in SEQUENCES else x for n, x in made.items()}
+        y, state = deep_memory(**args, chunk_size=2, backend="triton")
+        with torch.no_grad():
+            one = {n: x[:, :1] for n, x in args.items() if n in SEQUENCES}
+            for _ in range(3 - tokens, 2):
+                deep_memory(**one, state=state, chunk_size=2, backend="triton")
+        (y.sum() + sum(x.square().sum() for x in (*state.weights, *state.deltas))).backward()
+    now = Weights(*(x.requires_grad_() for x in memories["now"]))
+    y, *state = self_modifying(**{**memories, "now": now, "anchor": now}, **MEMORY_RULE, backend="triton")
+    one = {n: memories[n][:, :1] for n in ("u", "query")} | {"position": torch.tensor([2, 4])}
+    with torch.no_grad():
+        self_modifying(**{**memories, **one, "now": state[0], "anchor": state[1]}, **MEMORY_RULE, backend="triton")
+    (y.sum() + sum(x.square().sum() for x in state[0])).backward()
+
+
 @pytest.mark.parametrize("hidden", [(16,), ()], ids=str)
 def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operators return what their fake implementations say, and write to nothing else than they say."""

@@ -37,9 +37,9 @@ from memzoo.kernels.exponential_memory.triton import (
     summed,
     total,
     with_place,
-    writable,
 )
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
+from memzoo.kernels.registry import writable
 from memzoo.kernels.triton_support import contiguous, fresh, launch
 
 PRODUCT = 8192

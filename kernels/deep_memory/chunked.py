@@ -673,9 +673,3 @@ def _add_window(write: Tensor, at: int | Tensor, step: Tensor, window_gate: Tens
     gates = step * window_gate[:, 0]  # [B, H, c]
     rows = at - torch.arange(gates.shape[2], device=gates.device)
     return write.scatter_add_(2, rows.clamp(min=0), torch.where(rows >= 0, gates, 0))
-
-
-def writable(x: Tensor) -> Tensor:
-    """The tensor or a copy: one made under `torch.inference_mode` can be written there only, and rows that share their
-    memory, or are not laid out for `flatten` to be a view, cannot be written at all."""
-    return x if x.is_contiguous() and may_write(x) else x.clone(memory_format=torch.contiguous_format)

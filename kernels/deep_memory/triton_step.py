@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memzoo.kernels.deep_memory import DeepMemoryState, chunked
+from memzoo.kernels.deep_memory import DeepMemoryState
 from memzoo.kernels.deep_memory.chunk import Network
 from memzoo.kernels.deep_memory.triton_units import (
     RULE,
@@ -45,6 +45,7 @@ from memzoo.kernels.deep_memory.triton_units import (
 )
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
 from memzoo.kernels.newton_schulz import triton as newton_schulz
+from memzoo.kernels.registry import writable
 from memzoo.kernels.triton_support import contiguous, fresh, product, tile
 
 # Pieces --------------------------------------------------------------------------------------------------------------
@@ -929,7 +930,7 @@ class _Held(NamedTuple):
 
 
 def _own(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [chunked.writable(x).flatten(0, 1).contiguous() for x in tensors]
+    return [writable(x).flatten(0, 1).contiguous() for x in tensors]
 
 
 def _plain(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memzoo.kernels.exponential_memory import ExponentialState, kernel, normalized
-from memzoo.kernels.registry import cast, may_write
+from memzoo.kernels.registry import cast, writable
 
 State = TypeVar("State", bound=Any)
 
@@ -151,12 +151,6 @@ def advanced(state: State, tokens: Tokens, added: Tensor, lengths: Tensor | None
     return state._replace(
         keys=keys, written=written, recent_values=recent, position=state.position + new, length=state.length + new
     )
-
-
-def writable(x: Tensor) -> Tensor:
-    """The tensor or a copy, of what a graph needs, rows share, or only `torch.inference_mode` may write to."""
-    may = x.is_contiguous() and not x.requires_grad and may_write(x)
-    return x if may else x.clone(memory_format=torch.contiguous_format)
 
 
 def _places(first: Tensor, count: int, of: int) -> Tensor:

@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from memzoo.kernels.exponential_memory import ExponentialState
-from memzoo.kernels.exponential_memory.places import writable
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
+from memzoo.kernels.registry import writable
 from memzoo.kernels.triton_support import contiguous, fresh, launch, tile
 
 PARTS = 32

@@ -19,7 +19,7 @@ from torch import Tensor
 from memzoo.kernels.deep_memory import is_gated
 from memzoo.kernels.deep_memory.triton_units import block_of, is_open_at, value_of
 from memzoo.kernels.linear_attention.triton import columns
-from memzoo.kernels.registry import may_write
+from memzoo.kernels.registry import writable
 from memzoo.kernels.retrieval import Weights, kept
 from memzoo.kernels.triton_support import contiguous, launch, tile
 from memzoo.kernels.unit_length import SHORTEST
@@ -39,18 +39,13 @@ def retrieve(
     """See `memzoo.kernels.retrieval.retrieve`."""
     if not past:
         past, segment = kept(weights), 0
-    past = tuple([x if _owned(x) else x.clone(memory_format=torch.contiguous_format) for x in past])
+    past = tuple([writable(x) for x in past])
     up, down = (None, weights[0]) if len(weights) == 1 else weights
     past_up, past_down = (None, past[0]) if len(past) == 1 else past
     y = _retrieved(
         query, up, down, position, past_up, past_down, segment, is_gated(weights), activation, residual, unlock, unit
     )
     return y, past
-
-
-def _owned(x: Tensor) -> bool:
-    """Whether a segment's start may be written into it: not into what a graph holds."""
-    return x.is_contiguous() and may_write(x) and not x.requires_grad
 
 
 @triton.jit

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memzoo.kernels.deep_memory.chunked import writable
 from memzoo.kernels.deep_memory.triton_units import slope_of, value_of
 from memzoo.kernels.linear_attention.triton import columns, load_rows, store_rows
+from memzoo.kernels.registry import writable
 from memzoo.kernels.self_modifying import FORGET, KEY, MEMORY, QUERY, STEP, VALUE, Weights, chunked
 from memzoo.kernels.triton_support import contiguous, launch, tile
 from memzoo.kernels.unit_length import SHORTEST
