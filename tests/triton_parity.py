@@ -588,6 +588,23 @@ def test_exponential_memories_as_torch_sees_them(window: int, monkeypatch: pytes
         assert set(found.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_row_without_room_leaves_others_alone(window: int) -> None:
+    for module, rule in ((exponential, exponential_memory), (deep_exponential, deep_exponential_memory)):
+        args = module.make_inputs(tokens=1, heads=1, window=window, dtype=torch.float32)
+        found = []
+        for length in (6, 3):
+            state = args["state"]._replace(length=torch.tensor([length, 2]), position=torch.tensor([length, 2]))
+            for name in ("keys", "written"):
+                x = torch.linspace(-1, 1, 2 * 4 * getattr(state, name).shape[3])
+                state = state._replace(**{name: x.view(2, 1, 4, -1)})
+            with torch.no_grad():
+                y, state = rule(**{**args, "state": state}, grows=False, backend="triton")
+            found.append([y[1], *(x[1] for x in state)])
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want)
+
+
 SEQUENTIAL = ("query", "key", "value", "log_retention", "step_size")
 
 

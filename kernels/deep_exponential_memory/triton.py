@@ -137,7 +137,7 @@ def network_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_b = i_row // H
     k_column, v_column, lag = columns(0, BK), columns(0, BV), columns(0, BJ)
-    position, length = tl.load(p_position + i_b), tl.load(p_length + i_b)
+    position, length = tl.load(p_position + i_b), tl.minimum(tl.load(p_length + i_b), places)
     added = added_to(p_added, i_b)
     p_query, p_key, p_value = p_query + i_row * K, p_key + i_row * K, p_value + i_row * V
     p_keys, p_written = p_keys + i_row * places * K, p_written + i_row * places * F
