@@ -588,6 +588,16 @@ def test_exponential_memories_as_torch_sees_them(window: int, monkeypatch: pytes
         assert set(found.values()) == {"SUCCESS"}
 
 
+def test_initial_weights_of_a_single_row_are_not_written_to() -> None:
+    args = deep_exponential.make_inputs(batch=1, tokens=1, dtype=torch.float32)
+    weights = [torch.randn(3, 7, 6), torch.randn(3, 5, 7)]
+    before = [w.clone() for w in weights]
+    with torch.no_grad():
+        state = deep_exponential.initial_state(weights, 1, window=1)
+        deep_exponential_memory(**{**args, "state": state}, backend="triton")
+    assert all(map(torch.equal, weights, before))
+
+
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_row_without_room_leaves_others_alone(window: int) -> None:
     for module, rule in ((exponential, exponential_memory), (deep_exponential, deep_exponential_memory)):
@@ -968,6 +978,17 @@ def test_elementwise(case: str, dtype: torch.dtype) -> None:
     assert len(found[0]) == len(found[1])
     for got, want in zip(*found, strict=True):
         close(got.double(), want, OP[dtype])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=str)
+def test_turning_of_nothing(shape: tuple[int, int]) -> None:
+    assert rotary(torch.zeros(*shape, 2, 6), *torch.zeros(2, *shape, 6), backend="triton").shape == (*shape, 2, 6)
+
+
+def test_addresses_are_as_wide_as_their_widest_input() -> None:
+    args = addresses_inputs(dtype=torch.bfloat16)
+    for name, x in args.items():
+        assert addresses(**{**args, name: x.float()}, backend="triton")[0].dtype == torch.float32
 
 
 def test_elementwise_as_torch_sees_it() -> None:
