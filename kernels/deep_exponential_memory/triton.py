@@ -12,10 +12,10 @@ units for columns. Two kernels, because every error needs the sums over all keys
 
 On the chip: keys, errors and values of the pairs, a tile of both layers, 32 KiB of products before they are summed.
 Bytes per token, row and head with R tokens before: `4 R (K + 2 F)`, the keys once for each 256 hidden units, and
-`8 F (K + V)` for the layers, which the second and third time come from the second-level cache. Operations `2 (c + 1) R (K + F)` and about `12 c F (K + V)`, on the
-plain units. At K = V = 64, F = 256, c = 1 and R = 8192: 19 MB and 11 MFLOP: on an H100 (3.35 TB/s, 67 TFLOP/s in
-float32) 5.7 us for the bytes, 0.2 us for the operations. Memory is the floor, and for few rows and heads the network,
-which one processor has.
+`8 F (K + V)` for the layers, which the second and third time come from the second-level cache. Operations
+`2 (c + 1) R (K + F)` and about `12 c F (K + V)`, on the plain units. At K = V = 64, F = 256, c = 1 and R = 8192: 19 MB
+and 11 MFLOP: on an H100 (3.35 TB/s, 67 TFLOP/s in float32) 5.7 us for the bytes, 0.2 us for the operations. Memory is
+the floor, and for few rows and heads the network, which one processor has.
 """
 
 from __future__ import annotations
