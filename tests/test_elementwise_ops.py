@@ -68,6 +68,14 @@ def test_turning_keeps_lengths_and_depends_on_differences() -> None:
     close(products[0, 1], products[1, 2], OP[torch.float64])
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_turning_of_any_shape_is_one_graph(shared: bool) -> None:
+    args = rotary_inputs(shared=shared)
+    want = rotary(**args)  # which also loads the backend
+    turned = torch.compile(lambda x, cos, sin: rotary(x, cos, sin), fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(turned(**args), want)
+
+
 def _rotary(**changes: Tensor) -> tuple[Any, dict[str, Any]]:
     return rotary, {**rotary_inputs(), **changes}
 

@@ -61,6 +61,7 @@ def test_torchs_form_is_that_of_the_equations(sizes: dict[str, Any], shared: boo
         ({"value": torch.zeros(3, 1, 6)}, r"value: expected \(3, 1, 12\)"),
         ({"query": torch.zeros(3, 1, 20)}, r"query: expected \[3, 1, H \* 6\], got \(3, 1, 20\)"),
         ({"rotary": (torch.zeros(3, 1, 6), torch.zeros(3, 1, 3))}, r"sines: expected \[3 or 1, 1, 6\], got"),
+        ({"rotary": (torch.zeros(3, 1, 6), torch.zeros(1, 1, 6))}, r"sines: expected \(3, 1, 6\), got \(1, 1, 6\)"),
         ({"length": torch.zeros(2, dtype=torch.int64)}, r"length: expected \(3,\), got \(2,\)"),
         ({"values": torch.zeros(3, 2, 8, 6)}, r"values: expected \(3, 2, 7, 6\), got \(3, 2, 8, 6\)"),
         ({"keys": torch.zeros(3, 2, 6, 7).mT}, "keys and values: expected contiguous ones, got views"),

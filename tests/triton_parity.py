@@ -435,6 +435,27 @@ def test_deep_memory_under_muon_begins(tokens: int, backend: str) -> None:
         deep_memory(**args, **made, chunk_size=3, muon=deep.Muon(2), backend="triton")
 
 
+def test_a_step_writes_over_nothing_that_a_graph_holds() -> None:
+    """A token read without gradients after some with them, whose backward comes last; over all of a chunk's places."""
+    memories = memory_arguments(torch.float32, torch.float32, tokens=2)
+    made: dict[str, Any] = deep.make_inputs(batch=1, tokens=3, heads=1, hidden=(16,), chunk_size=2, dtype=torch.float32)
+    made["state"] = made["state"]._replace(weights=tuple(x.requires_grad_() for x in made["state"].weights))
+    for tokens in (2, 3):
+        args = {n: x[:, :tokens] if n in SEQUENCES else x for n, x in made.items()}
+        y, state = deep_memory(**args, chunk_size=2, backend="triton")
+        with torch.no_grad():
+            one = {n: x[:, :1] for n, x in args.items() if n in SEQUENCES}
+            for _ in range(3 - tokens, 2):
+                deep_memory(**one, state=state, chunk_size=2, backend="triton")
+        (y.sum() + sum(x.square().sum() for x in (*state.weights, *state.deltas))).backward()
+    now = Weights(*(x.requires_grad_() for x in memories["now"]))
+    y, *state = self_modifying(**{**memories, "now": now, "anchor": now}, **MEMORY_RULE, backend="triton")
+    one = {n: memories[n][:, :1] for n in ("u", "query")} | {"position": torch.tensor([2, 4])}
+    with torch.no_grad():
+        self_modifying(**{**memories, **one, "now": state[0], "anchor": state[1]}, **MEMORY_RULE, backend="triton")
+    (y.sum() + sum(x.square().sum() for x in state[0])).backward()
+
+
 @pytest.mark.parametrize("hidden", [(16,), ()], ids=str)
 def test_deep_memory_as_torch_sees_it(hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operators return what their fake implementations say, and write to nothing else than they say."""
@@ -586,6 +607,33 @@ def test_exponential_memories_as_torch_sees_them(window: int, monkeypatch: pytes
     for operator, given in calls:
         found = torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
         assert set(found.values()) == {"SUCCESS"}
+
+
+def test_initial_weights_of_a_single_row_are_not_written_to() -> None:
+    args = deep_exponential.make_inputs(batch=1, tokens=1, dtype=torch.float32)
+    weights = [torch.randn(3, 7, 6), torch.randn(3, 5, 7)]
+    before = [w.clone() for w in weights]
+    with torch.no_grad():
+        state = deep_exponential.initial_state(weights, 1, window=1)
+        deep_exponential_memory(**{**args, "state": state}, backend="triton")
+    assert all(map(torch.equal, weights, before))
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_row_without_room_leaves_others_alone(window: int) -> None:
+    for module, rule in ((exponential, exponential_memory), (deep_exponential, deep_exponential_memory)):
+        args = module.make_inputs(tokens=1, heads=1, window=window, dtype=torch.float32)
+        found = []
+        for length in (6, 3):
+            state = args["state"]._replace(length=torch.tensor([length, 2]), position=torch.tensor([length, 2]))
+            for name in ("keys", "written"):
+                x = torch.linspace(-1, 1, 2 * 4 * getattr(state, name).shape[3])
+                state = state._replace(**{name: x.view(2, 1, 4, -1)})
+            with torch.no_grad():
+                y, state = rule(**{**args, "state": state}, grows=False, backend="triton")
+            found.append([y[1], *(x[1] for x in state)])
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want)
 
 
 SEQUENTIAL = ("query", "key", "value", "log_retention", "step_size")
@@ -951,6 +999,17 @@ def test_elementwise(case: str, dtype: torch.dtype) -> None:
     assert len(found[0]) == len(found[1])
     for got, want in zip(*found, strict=True):
         close(got.double(), want, OP[dtype])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=str)
+def test_turning_of_nothing(shape: tuple[int, int]) -> None:
+    assert rotary(torch.zeros(*shape, 2, 6), *torch.zeros(2, *shape, 6), backend="triton").shape == (*shape, 2, 6)
+
+
+def test_addresses_are_as_wide_as_their_widest_input() -> None:
+    args = addresses_inputs(dtype=torch.bfloat16)
+    for name, x in args.items():
+        assert addresses(**{**args, name: x.float()}, backend="triton")[0].dtype == torch.float32
 
 
 def test_elementwise_as_torch_sees_it() -> None:

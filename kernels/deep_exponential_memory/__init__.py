@@ -71,7 +71,8 @@ class DeepExponentialState(NamedTuple):
 
 def initial_state(weights: Sequence[Tensor], batch: int, *, window: int) -> DeepExponentialState:
     """The state before the first token, from `W_2` `[H, F, K]` and `W_1` `[H, V, F]`, for a window of c."""
-    first, second = (w.expand(batch, *w.shape) for w in weights)
+    # Expanded ones are not written in place, but for those of a single row.
+    first, second = (w[None].clone() if batch == 1 else w.expand(batch, *w.shape) for w in weights)
     (heads, hidden, key_dim), value_dim = weights[0].shape, weights[1].shape[1]
     linear = exponential_memory.initial_state(batch, heads, key_dim, value_dim, window=window, like=first)
     written = first.new_zeros(batch, heads, 0, hidden)

@@ -11,11 +11,11 @@ units for columns. Two kernels, because every error needs the sums over all keys
   What a pair's write adds to the query's units is `-gate_j delta_j phi(k_j) . phi(q)`: nothing is read again.
 
 On the chip: keys, errors and values of the pairs, a tile of both layers, 32 KiB of products before they are summed.
-Bytes per token, row and head with R tokens before: `4 R (K + 2 F)`, and `8 F (K + V)` for the layers, which the second
-and third time come from the second-level cache. Operations `2 (c + 1) R (K + F)` and about `12 c F (K + V)`, on the
-plain units. At K = V = 64, F = 256, c = 1 and R = 8192: 19 MB and 11 MFLOP: on an H100 (3.35 TB/s, 67 TFLOP/s in
-float32) 5.7 us for the bytes, 0.2 us for the operations. Memory is the floor, and for few rows and heads the network,
-which one processor has.
+Bytes per token, row and head with R tokens before: `4 R (K + 2 F)`, the keys once for each 256 hidden units, and
+`8 F (K + V)` for the layers, which the second and third time come from the second-level cache. Operations
+`2 (c + 1) R (K + F)` and about `12 c F (K + V)`, on the plain units. At K = V = 64, F = 256, c = 1 and R = 8192: 19 MB
+and 11 MFLOP: on an H100 (3.35 TB/s, 67 TFLOP/s in float32) 5.7 us for the bytes, 0.2 us for the operations. Memory is
+the floor, and for few rows and heads the network, which one processor has.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def network_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_b = i_row // H
     k_column, v_column, lag = columns(0, BK), columns(0, BV), columns(0, BJ)
-    position, length = tl.load(p_position + i_b), tl.load(p_length + i_b)
+    position, length = tl.load(p_position + i_b), tl.minimum(tl.load(p_length + i_b), places)
     added = added_to(p_added, i_b)
     p_query, p_key, p_value = p_query + i_row * K, p_key + i_row * K, p_value + i_row * V
     p_keys, p_written = p_keys + i_row * places * K, p_written + i_row * places * F

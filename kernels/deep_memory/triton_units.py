@@ -38,6 +38,9 @@ def launch_tiled(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
     like = "sm_90" if is_narrow and not chip.startswith(("sm_8", "sm_12")) else "sm_80"
     if chip.startswith("gfx"):
         like = "gfx942" if is_narrow else "gfx942 float32"
+    most = UNITS[like][name]
+    if name in LIGHT and max(arguments["BK"], arguments["BV"]) > 64:
+        most //= 2  # a tile of a layer as large as for heads of 64
     launch(
         kernel,
         counts,
@@ -45,7 +48,7 @@ def launch_tiled(kernel: Any, counts: Sequence[int], **arguments: Any) -> None:
         num_stages=1,  # a second copy of the tiles in flight would take what registers there are
         # Its two accumulators leave little: instructions are ordered for few registers. In float32 that takes more.
         sched4reg=name == "query_back" and like == "sm_80" and is_narrow,
-        BU=tile(arguments["U"], UNITS[like][name]),
+        BU=tile(arguments["U"], most),
         **arguments,
     )
 

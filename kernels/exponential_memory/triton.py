@@ -13,7 +13,8 @@ So the keys and what stands at them pass by once. Two kernels, because the error
   over its normaliser, the last values, and the counts.
 
 A state that grows is first copied to one with a place more. Pairs exist or not by the row's position, which is on the
-device, as is its length: a step asks for nothing, and with room it keeps shapes and addresses.
+device, as is its length: a step asks for nothing, and with room it keeps shapes and addresses. A row that goes on
+without room is lost, and no other.
 
 On the chip: a block of keys and of what is written, 16 KiB in registers, and the sums.
 Bytes per token, row and head with R tokens before: `4 R (K + 2 V)`, without retention `4 R (K + V)`; the parts' sums
@@ -121,7 +122,7 @@ def sums_kernel(
     i_part, i_w, i_row = i % parts, i // parts % tl.cdiv(W, BW), i // (parts * tl.cdiv(W, BW))
     i_b = i_row // H
     k_column, w_column, vector = columns(0, BK), columns(i_w, BW), columns(0, BN)
-    position, length = tl.load(p_position + i_b), tl.load(p_length + i_b)
+    position, length = tl.load(p_position + i_b), tl.minimum(tl.load(p_length + i_b), places)
     keep = retention_of(p_gate, p_added, i_row, i_b)
     p_query, p_key = p_query + i_row * K, p_key + i_row * K
     p_keys, p_written = p_keys + i_row * places * K, p_written + i_row * places * W
@@ -238,7 +239,7 @@ def write_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_b = i_row // H
     k_column, w_column = columns(0, BK), columns(0, BW)
-    position, length = tl.load(p_position + i_b), tl.load(p_length + i_b)
+    position, length = tl.load(p_position + i_b), tl.minimum(tl.load(p_length + i_b), places)
     added = added_to(p_added, i_b)
     p_query, p_key, p_value = p_query + i_row * K, p_key + i_row * K, p_value + i_row * V
     p_keys, p_written = p_keys + i_row * places * K, p_written + i_row * places * W

@@ -116,7 +116,9 @@ def _choose(
     heads = query.shape[-1] // width
     expect(OP, query.shape == (batch, 1, max(1, heads) * width), "query", f"[{batch}, 1, H * {width}]", query.shape)
     for name, x in (("cosines", rotary[0]), ("sines", rotary[1])):
-        expect(OP, x.shape in ((batch, 1, width), (1, 1, width)), name, f"[{batch} or 1, 1, {width}]", x.shape)
+        fits = x.shape == (batch, 1, width) or x.shape == (1, 1, width)
+        expect(OP, fits, name, f"[{batch} or 1, 1, {width}]", x.shape)
+    expect(OP, rotary[1].shape == rotary[0].shape, "sines", rotary[0].shape, rotary[1].shape)
     expect(OP, length.shape == (batch,), "length", (batch,), length.shape)
     problem = Problem(query.device.type, str(query.dtype), {"H": heads, "G": groups, "D": width})
     return select(OP, problem, backend)

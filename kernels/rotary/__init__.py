@@ -63,7 +63,8 @@ def _choose(x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> Callable[..., 
     expect(OP, x.ndim >= 3 and x.shape[-1] % 2 == 0, "x", "[B, T, ..., D] with an even D", x.shape)
     batch, tokens, width = x.shape[0], x.shape[1], x.shape[-1]
     for name, angle in (("cosines", cos), ("sines", sin)):
-        fits = angle.shape in ((batch, tokens, width), (1, tokens, width))
+        # Not `in`, which finds nothing among sizes that a graph does not know.
+        fits = angle.shape == (batch, tokens, width) or angle.shape == (1, tokens, width)
         expect(OP, fits, name, f"[{batch} or 1, {tokens}, {width}]", angle.shape)
     expect(OP, cos.shape == sin.shape, "sines", cos.shape, sin.shape)
     return select(OP, Problem(x.device.type, str(x.dtype), {"D": width}), backend)

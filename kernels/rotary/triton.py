@@ -10,6 +10,7 @@ and bfloat16 1.2 ps a number, so 10 us for queries and keys of 4096 tokens of 10
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """The vectors turned, or turned back."""
     y = fresh(x)
     x, cos, sin = contiguous(x, cos, sin)
-    batch, tokens, width = x.shape[0], x.shape[1], x.shape[-1]
+    width = x.shape[-1]
     rows = x.numel() // width
     block = tile(width, 1024, 2)
     tall = max(1, TILE // block)
@@ -77,8 +78,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         p_sin=sin,
         p_y=y,
         R=rows,
-        T=tokens,
-        N=rows // (batch * tokens),
+        T=x.shape[1],
+        N=prod(x.shape[2:-1]),
         D=width,
         SHARED=cos.shape[0] == 1,
         BACK=back,
