@@ -237,7 +237,7 @@ def one_token(
     window, width, units = step.shape[3], value.shape[3], first.shape[2]
     sums, shared = summed(query, key, gate, position, length, added, keys, written, window + 1, scale)
     BJ, BV = triton.next_power_of_2(window), triton.next_power_of_2(width)
-    BU = min(triton.next_power_of_2(units), max(1, PRODUCT // (BJ * max(shared["BK"], BV, shared["BP"]))), 64)
+    BU = min(triton.next_power_of_2(units), max(1, PRODUCT // (BJ * max(shared["BK"], BV, shared["BP"]))), 32)
     launch(
         network_kernel,
         (y.shape[0], shared["H"]),
