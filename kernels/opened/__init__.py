@@ -39,7 +39,7 @@ def opened(x: Tensor, position: Tensor, *, blocks: int, interval: int, axis: int
         backend: `"auto"`, `"triton"`, `"chunked"` or `"reference"`.
 
     Returns:
-        In the shape and dtype of `x`, which it is where all is open.
+        In the shape and dtype of `x`; on a CPU `x` itself where all is open.
 
     Raises:
         ValueError: shapes or numbers that do not fit.
