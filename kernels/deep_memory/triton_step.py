@@ -671,39 +671,49 @@ def _sizes(key_dim: int, up: Tensor | None, down: Tensor, blocks: int, unlock: S
     }
 
 
+def _of_token(
+    token: Sequence[Any], memory: Sequence[Any], held: int, recent: Tensor, keep: Tensor, unlock: list[int], *rule: Any
+) -> dict[str, Any]:
+    """What the kernels that learn a token take of it, of the memory with the rows of factors, and of the rule.
+
+    Args:
+        token: key, value, gates (log retention and momentum, step size, of the window) and position.
+        memory: weights, momentum, inputs and deltas, of both layers each.
+        held: rows of factors.
+        recent: the last tokens' keys, `[M, R - C, K]`.
+        keep: a coefficient per block, `[M, E]`.
+    """
+    key, _, retention, _, _, gate, position = token
+    names = ("key", "value", "retention", "decay", "step", "gate", "position")
+    places = ("up", "down", "up_slot", "down_slot", "x0", "x1", "d0", "d1")
+    (rows, blocks), halo = keep.shape, recent.shape[1]
+    return {
+        **{f"p_{name}": x for name, x in zip(names, token, strict=True)},
+        **{f"p_{name}": x for name, x in zip(places, memory, strict=True)},
+        **{"H": rows // position.shape[0], "C": held - halo, "HALO": halo},
+        **{"WINDOW": 0 if gate is None else gate.shape[1], "RETENTION": retention is not None},
+        **dict(zip(("ACTIVATION", "RESIDUAL", "L2", "MAX_NORM"), rule, strict=True)),
+        **{"BR": tile(held, 128), "BH": tile(halo, 64), "BE": triton.next_power_of_2(blocks)},
+        **_sizes(key.shape[2], memory[0], memory[1], blocks, unlock),
+    }
+
+
 def one_token(*given: Any) -> tuple[Tensor, ...]:
     """Output `[M, 1, V]`, the new coefficients, the last tokens' keys and values, the new position, and under Muon the
     new `orthogonal_step` and what `step_kernel` says of the chunk's end. The factors are written to their rows, and
     over the anchor the next one, if the token completes a chunk: under Muon its momentum alone."""
-    *tensors, unlock, activation, residual, l2, max_norm = given
-    query, key, value, retention, decay, step, gate, position = contiguous(*tensors[:8])
-    up, down, up_slot, down_slot, x0, x1, d0, d1 = tensors[8:16]
-    *old, orthogonal = contiguous(*tensors[16:])
+    (*tensors, unlock), rule = given[:-4], given[-4:]
+    query, *token = contiguous(*tensors[:8])
+    memory, (*old, orthogonal) = tensors[8:16], contiguous(*tensors[16:])
     write, keep, recent_key = old[0], old[2], old[5]
-    new = [torch.empty_like(x) for x in (*old, position)]
+    new = [torch.empty_like(x) for x in (*old, token[-1])]
     ends = [write.new_empty(0) if orthogonal is None else torch.empty_like(orthogonal) for _ in range(3)]
     recent, new_recent = (old[5:], new[5:7]) if recent_key.shape[1] else ([None] * 2, [None] * 2)
-    y = torch.empty_like(value)
-    (rows, held), blocks, halo = write.shape, keep.shape[1], recent_key.shape[1]
+    y = torch.empty_like(token[1])
     launch_tiled(
         step_kernel,
-        (rows,),
+        (write.shape[0],),
         p_query=query,
-        p_key=key,
-        p_value=value,
-        p_retention=retention,
-        p_decay=decay,
-        p_step=step,
-        p_gate=gate,
-        p_position=position,
-        p_up=up,
-        p_down=down,
-        p_up_slot=up_slot,
-        p_down_slot=down_slot,
-        p_x0=x0,
-        p_x1=x1,
-        p_d0=d0,
-        p_d1=d1,
         p_write=write,
         p_slot_write=old[1],
         p_keep=keep,
@@ -722,21 +732,9 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
         p_new_position=new[7],
         **dict(zip(("p_new_orthogonal", "p_end_keep", "p_end_orthogonal"), ends, strict=True)),
         p_y=y,
-        H=rows // position.shape[0],
-        C=held - halo,
-        HALO=halo,
-        WINDOW=0 if gate is None else gate.shape[1],
-        MOMENTUM=down_slot is not None,
+        MOMENTUM=memory[3] is not None,
         MUON=orthogonal is not None,
-        RETENTION=retention is not None,
-        ACTIVATION=activation,
-        RESIDUAL=residual,
-        L2=l2,
-        MAX_NORM=max_norm,
-        BR=tile(held, 128),
-        BH=tile(halo, 64),
-        BE=triton.next_power_of_2(blocks),
-        **_sizes(key.shape[2], up, down, blocks, unlock),
+        **_of_token(token, memory, write.shape[1], recent_key, keep, unlock, *rule),
     )
     return y, *new, *ends
 
@@ -744,34 +742,17 @@ def one_token(*given: Any) -> tuple[Tensor, ...]:
 def token_momentum(*given: Any) -> tuple[Tensor, ...]:
     """`S_t` of each layer, its new coefficients, the last tokens' keys and values, and what `momentum_kernel` says of
     `M_t`: of each unit, or of all alike, `[M, U or 1]`. The factors are written to their rows."""
-    *tensors, unlock, activation, residual, l2, max_norm = given
-    key, value, retention, decay, step, gate, position = contiguous(*tensors[:7])
-    up, down, up_slot, down_slot, x0, x1, d0, d1 = tensors[7:15]
-    old = contiguous(*tensors[15:])
+    (*tensors, unlock), rule = given[:-4], given[-4:]
+    token, memory, old = contiguous(*tensors[:7]), tensors[7:15], contiguous(*tensors[15:])
     write, keep, recent_key = old[:3]
-    (rows, held), blocks, halo = write.shape, keep.shape[1], recent_key.shape[1]
-    now = [None if x is None else torch.empty_like(x) for x in (up_slot, down_slot)]
+    rows, held = write.shape
+    now = [None if x is None else torch.empty_like(x) for x in memory[2:4]]
     new = [torch.empty_like(x) for x in old]
-    of_units = [write.new_empty(rows, down.shape[2] if blocks > 1 else 1) for _ in range(2)]
-    recent, new_recent = (old[2:], new[2:]) if halo else ([None] * 2, [None] * 2)
+    of_units = [write.new_empty(rows, memory[1].shape[2] if keep.shape[1] > 1 else 1) for _ in range(2)]
+    recent, new_recent = (old[2:], new[2:]) if recent_key.shape[1] else ([None] * 2, [None] * 2)
     launch_tiled(
         momentum_kernel,
         (rows,),
-        p_key=key,
-        p_value=value,
-        p_retention=retention,
-        p_decay=decay,
-        p_step=step,
-        p_gate=gate,
-        p_position=position,
-        p_up=up,
-        p_down=down,
-        p_up_slot=up_slot,
-        p_down_slot=down_slot,
-        p_x0=x0,
-        p_x1=x1,
-        p_d0=d0,
-        p_d1=d1,
         p_slot_write=write,
         p_slot=keep,
         p_recent_key=recent[0],
@@ -784,19 +765,7 @@ def token_momentum(*given: Any) -> tuple[Tensor, ...]:
         p_new_recent_value=new_recent[1],
         p_keep=of_units[0],
         p_rate=of_units[1],
-        H=rows // position.shape[0],
-        C=held - halo,
-        HALO=halo,
-        WINDOW=0 if gate is None else gate.shape[1],
-        RETENTION=retention is not None,
-        ACTIVATION=activation,
-        RESIDUAL=residual,
-        L2=l2,
-        MAX_NORM=max_norm,
-        BR=tile(held, 128),
-        BH=tile(halo, 64),
-        BE=triton.next_power_of_2(blocks),
-        **_sizes(key.shape[2], up, down, blocks, unlock),
+        **_of_token(token, memory, held, recent_key, keep, unlock, *rule),
     )
     return write.new_empty(0) if now[0] is None else now[0], now[1], *new, *of_units
 
