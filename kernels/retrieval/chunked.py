@@ -47,10 +47,17 @@ def retrieve(
 
 
 def past_of(weights: Weights, position: Tensor, past: Weights, segment: int) -> Weights:
-    """The weights at the start of the segments in which the rows' next tokens are."""
+    """The weights at the start of the segments in which the rows' next tokens are; or what else a memory holds, `[B, H,
+    N, ...]`, of which there may have been fewer N: zeros, which stand for no token, follow them."""
     if not past:
         return kept(weights)
     if not may_be(position, lambda n: n % segment == 0):
         return past
     starts = (position % segment == 0)[:, None, None, None]
-    return tuple([torch.where(starts, new, old) for new, old in zip(weights, past, strict=True)])
+    return tuple([_of_rows(starts, new, old) for new, old in zip(weights, past, strict=True)])
+
+
+def _of_rows(starts: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    count = max(new.shape[2], old.shape[2])
+    new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, 0, count - x.shape[2])) for x in (new, old))
+    return torch.where(starts, new, old)

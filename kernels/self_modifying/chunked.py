@@ -97,7 +97,7 @@ def _anchored(
     now: Weights, anchor: Weights, position: Tensor, lengths: Tensor | None, sizes: tuple[int, int]
 ) -> Weights:
     """The weights to read at in rows that have read `position` tokens: of now, where a token begins a chunk."""
-    if not torch.compiler.is_compiling() and not may_be(position, lambda read: read % sizes[0] == 0):
+    if not may_be(position, lambda read: read % sizes[0] == 0):
         return anchor  # of all weights no copy
     heads, columns = now.first.shape[1], now.first.shape[3]
     count = now.second.shape[1] // heads

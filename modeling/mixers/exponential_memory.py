@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from memzoo.kernels import deep_exponential_memory, exponential_memory
 from memzoo.kernels.gates import Gate
 from memzoo.kernels.registry import cast
-from memzoo.kernels.retrieval import kept
+from memzoo.kernels.retrieval.chunked import past_of
 from memzoo.kernels.scan import scan, split
 from memzoo.kernels.short_conv import Vectors
 from memzoo.kernels.unit_length import unit_length
@@ -96,7 +96,7 @@ class ExponentialMemory(nn.Module):
         """`M phi(q)` for `q = x query`, without writing, with what the memory held where the segment started: all keys,
         what is written at them, and the weights if there are any."""
         contents = tuple(state.memory)[: len(state.memory._fields) - 3]
-        past = _past(contents, past, position % segment == 0) if past else kept(contents)
+        past = past_of(contents, position, past, segment)
         q = F.silu(query(x)).unflatten(-1, (self.heads, -1))
         return cast(self._answer(unit_length(q), past).flatten(2), q.dtype), past
 
@@ -220,17 +220,6 @@ class DeepExponentialMemory(ExponentialMemory):
             grows=grows,
             backend=self.backend,
         )
-
-
-def _past(contents: tuple[Tensor, ...], past: tuple[Tensor, ...], starts: Tensor) -> tuple[Tensor, ...]:
-    """The contents in the rows `starts` `[B]`, the past in others, each `[B, H, N, ...]`; zeros, which stand for no
-    token, follow those of fewer N."""
-    found = []
-    for new, old in zip(contents, past, strict=True):
-        count = max(new.shape[2], old.shape[2])
-        new, old = (x if x.shape[2] == count else F.pad(x, (0, 0, 0, count - x.shape[2])) for x in (new, old))
-        found.append(torch.where(starts[:, None, None, None], new, old))
-    return tuple(found)
 
 
 def exponential_mixer(config: PreTrainedConfig, layer_idx: int) -> Mixer:
