@@ -18,8 +18,8 @@ class Part(NamedTuple):
     size: int
     """Tokens of a chunk."""
     step: Step
-    columns: slice | Tensor
-    """Where they are among the new tokens: the same slice in all rows, or indices `[R, L']`."""
+    columns: slice | Tensor | None
+    """Where they are among the new tokens: the same slice in all rows, or indices `[R, L']`; `None`: they are all."""
     whole: bool
     """Whether the chunk is known to begin here in every row."""
 
@@ -28,18 +28,22 @@ class Part(NamedTuple):
         """Tokens that the chunk held before, `[R]`."""
         return self.step.position % self.size
 
-    @torch.compiler.disable  # indexing alone, by numbers that are other ones at every call
     def of(self, x: Tensor) -> Tensor:
         """The part's columns of `[R, L, ...]`."""
-        if isinstance(self.columns, slice):
-            return x[:, self.columns]
-        return x.gather(1, self.columns.view(*self.columns.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+        return x if self.columns is None else _taken(x, self.columns)
+
+
+@torch.compiler.disable  # indexing alone, by numbers that are other ones at every call
+def _taken(x: Tensor, columns: slice | Tensor) -> Tensor:
+    if isinstance(columns, slice):
+        return x[:, columns]
+    return x.gather(1, columns.view(*columns.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
 def parts_of(step: Step, tokens: int, size: int, *, fresh: bool = False) -> Iterator[Part]:
     """The new tokens, cut where chunks end; each row has its own cuts. `fresh`: whether they are the first ones."""
     if tokens == 1:  # whatever the rows' positions, which a device is not asked for
-        yield Part(size, step, slice(0, 1), whole=fresh and step.lengths is None)
+        yield Part(size, step, None, whole=fresh and step.lengths is None)
     elif fresh and step.lengths is None:
         yield from _sliced(step, tokens, size, 0)
     else:
@@ -77,7 +81,7 @@ def _cut(step: Step, tokens: int, size: int) -> Iterator[Part]:
 
 def joined(parts: Sequence[Part], outputs: list[Tensor], like: Tensor) -> Tensor:
     """The parts' outputs `[R, L', D]` in the order of the new tokens."""
-    if isinstance(parts[0].columns, slice):
+    if not isinstance(parts[0].columns, Tensor):
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
     joined = torch.zeros_like(like, dtype=outputs[0].dtype)
     place = torch.arange(like.shape[1], device=like.device)

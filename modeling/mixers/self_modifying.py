@@ -66,34 +66,24 @@ class SelfModifying(Mixer):
         projected = self.in_proj(x)
         streams, tail = self.conv.convolve(projected, self.conv(projected), state.conv_tail, step.lengths)
         u, *q = streams.unflatten(-1, (self.streams, self.heads, -1)).unbind(2)
-        if x.shape[1] == 1:  # which no boundary cuts
-            y, now, anchor = self._read(u, q, step, state.now, state.anchor)
-        else:
-            parts, outputs = list(parts_of(step, x.shape[1], self.chunk_size)), []
-            now, anchor = state.now, state.anchor
-            for part in parts:
-                y, now, anchor = self._read(part.of(u), [part.of(x) for x in q], part.step, now, anchor)
-                outputs.append(y)
-            y = joined(parts, outputs, u)
-        return self.output(y.flatten(2), x), SelfModifyingState(tail, now, anchor)
-
-    def _read(
-        self, u: Tensor, q: list[Tensor], step: Step, now: Weights, anchor: Weights
-    ) -> tuple[Tensor, Weights, Weights]:
-        """Tokens of one chunk; `q`: none if a memory makes it."""
+        parts, outputs = list(parts_of(step, x.shape[1], self.chunk_size)), []
         gate_weight, gate_bias = self.gates()
-        return self_modifying(
-            u,
-            q[0] if q else None,
-            gate_weight,
-            gate_bias,
-            now,
-            anchor,
-            step.position,
-            **self.rule,
-            lengths=step.lengths,
-            backend=self.backend,
-        )
+        now, anchor = state.now, state.anchor
+        for part in parts:
+            y, now, anchor = self_modifying(
+                part.of(u),
+                part.of(q[0]) if q else None,  # none if a memory makes it
+                gate_weight,
+                gate_bias,
+                now,
+                anchor,
+                part.step.position,
+                **self.rule,
+                lengths=part.step.lengths,
+                backend=self.backend,
+            )
+            outputs.append(y)
+        return self.output(joined(parts, outputs, u).flatten(2), x), SelfModifyingState(tail, now, anchor)
 
     def _begin(self, like: Tensor) -> SelfModifyingState:
         rows = like.shape[0]
